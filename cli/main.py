@@ -1,0 +1,12 @@
+"""The command `furlong`. Heavy imports stay inside the commands, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import typer
+
+from furlong.cli.demo import demo
+from furlong.cli.services import down, status, ui
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
+for command in (demo, ui, status, down):
+    app.command()(command)

@@ -1,0 +1,117 @@
+"""One decoder layer of the engine: its packed weights and the two halves of its arithmetic around attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Complex, Float, Int
+from torch import Tensor
+
+from furlong.ops.policy.architecture import Architecture
+from furlong.ops.policy.packed_linear import PackedLinear
+
+_QKV = ("q", "k", "v")
+_PARTS = {
+    **{part: f"self_attn.{part}_proj.weight" for part in (*_QKV, "o")},
+    **{part: f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
+    "norm1": "input_layernorm.weight",
+    "norm2": "post_attention_layernorm.weight",
+}
+
+
+class NormWeight:
+    """An RMSNorm's weight, widened once to float32, in which the norm is computed."""
+
+    def __init__(self, weight: Float[Tensor, " size"]):
+        self.wide = weight.float()
+        self._weight = weight
+
+    def published(self) -> Float[Tensor, " size"]:
+        """The weight in its published dtype, as the norm's own copy has it."""
+        if torch.equal(self.wide.view(torch.int32), self._weight.float().view(torch.int32)):
+            return self._weight  # narrowing would lose the payload of a NaN
+        return self.wide.to(self._weight.dtype)
+
+
+class Layer:
+    """Projections q, k, v are one product, gate and up another.
+
+    Rows of q and k are reordered so that the two numbers a rotation mixes lie side by side and rotate as one complex
+    number; attention only takes products of q with k, which one common order leaves as they are.
+    """
+
+    @staticmethod
+    def names(arch: Architecture, index: int) -> dict[str, str]:
+        """Part -> Hugging Face name of every tensor of this layer."""
+        parts = dict(_PARTS)
+        if arch.qkv_bias:
+            parts |= {f"{part}_bias": f"self_attn.{part}_proj.bias" for part in _QKV}
+        if arch.qk_norm:
+            parts |= {f"{part}_norm": f"self_attn.{part}_norm.weight" for part in ("q", "k")}
+        return {part: f"model.layers.{index}.{name}" for part, name in parts.items()}
+
+    def __init__(self, arch: Architecture, index: int, tensors: dict[str, Tensor]):
+        part = {key: tensors[name] for key, name in self.names(arch, index).items()}
+        rows = _pair_order(arch)
+        bias = torch.cat([part[f"{p}_bias"] for p in _QKV])[rows] if arch.qkv_bias else None
+        self._qkv = PackedLinear(torch.cat([part[p] for p in _QKV])[rows], bias)
+        self._out = PackedLinear(part["o"])
+        self._gate_up = PackedLinear(torch.cat([part["gate"], part["up"]]))
+        self._down = PackedLinear(part["down"])
+        self._norm1, self._norm2 = NormWeight(part["norm1"]), NormWeight(part["norm2"])
+        self._head_norms = [NormWeight(part[f"{p}_norm"][_pairs(arch.head_dim)]) for p in ("q", "k") if arch.qk_norm]
+        self._dtype = part["o"].dtype
+
+    def project(
+        self,
+        x: Float[Tensor, "tokens hidden"],
+        arch: Architecture,
+        turn: Complex[Tensor, "tokens rotated_heads pairs"],
+    ) -> Float[Tensor, "tokens all_heads d"]:
+        """Normed queries, keys and values side by side; queries and keys rotated."""
+        N, K, D = arch.heads, arch.kv_heads, arch.head_dim
+        normed = F.rms_norm(x, x.shape[-1:], self._norm1.wide, arch.norm_eps).to(self._dtype)
+        heads = self._qkv(normed).float().view(len(x), N + 2 * K, D)
+        for norm, some in zip(self._head_norms, heads[:, : N + K].split([N, K], dim=1), strict=False):
+            some.copy_(F.rms_norm(some, (D,), norm.wide, arch.norm_eps))
+        torch.view_as_complex(heads.view(len(x), N + 2 * K, D // 2, 2))[:, : N + K].mul_(turn)
+        return heads
+
+    def finish(
+        self, x: Float[Tensor, "tokens hidden"], seen: Float[Tensor, "tokens heads_d"], arch: Architecture
+    ) -> None:
+        """Add the attention output and the gated feed-forward block (Shazeer 2020) to the residual stream, in place."""
+        x += self._out(seen.to(self._dtype))
+        normed = F.rms_norm(x, x.shape[-1:], self._norm2.wide, arch.norm_eps).to(self._dtype)
+        gate, up = self._gate_up(normed).chunk(2, dim=-1)
+        x += self._down(F.silu(gate) * up)
+
+    def served(self, arch: Architecture, index: int) -> dict[str, Tensor]:
+        """This layer's tensors by Hugging Face name, read back from the copies that the products use."""
+        name = self.names(arch, index)
+        widths = [arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim, arch.kv_heads * arch.head_dim]
+        back = torch.argsort(_pair_order(arch))
+        parts = dict(zip(_QKV, self._qkv.unpacked()[back].split(widths), strict=True))
+        parts |= dict(zip(("gate", "up"), self._gate_up.unpacked().split(arch.ffn), strict=True))
+        parts |= {"o": self._out.unpacked(), "down": self._down.unpacked()}
+        parts |= {"norm1": self._norm1.published(), "norm2": self._norm2.published()}
+        if self._qkv.bias is not None:
+            pieces = self._qkv.bias[back].split(widths)
+            parts |= {f"{p}_bias": piece for p, piece in zip(_QKV, pieces, strict=True)}
+        pairs_back = torch.argsort(_pairs(arch.head_dim))
+        for p, norm in zip(("q", "k"), self._head_norms, strict=False):
+            parts[f"{p}_norm"] = norm.published()[pairs_back]
+        return {name[part]: tensor for part, tensor in parts.items()}
+
+
+def _pairs(head_dim: int) -> Int[Tensor, " d"]:
+    """0, d/2, 1, d/2 + 1, ...: Hugging Face weights rotate element i with element i + d/2."""
+    return torch.arange(head_dim).view(2, head_dim // 2).T.reshape(-1)
+
+
+def _pair_order(arch: Architecture) -> Int[Tensor, " qkv_rows"]:
+    """Row order of the joint projection: pairs side by side in each query and key head, values as they were."""
+    turned = arch.heads + arch.kv_heads
+    starts = torch.arange(turned)[:, None] * arch.head_dim
+    values = torch.arange(turned * arch.head_dim, (turned + arch.kv_heads) * arch.head_dim)
+    return torch.cat([(starts + _pairs(arch.head_dim)).reshape(-1), values])

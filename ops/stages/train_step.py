@@ -1,0 +1,35 @@
+"""Stage 4: one optimiser step on the step's trajectories, and its record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from furlong.ops import records
+from furlong.ops.stages.chain import next_version, one_row, starting_version
+from furlong.ops.stages.context import Run, StageReport, StepKey, reporting
+
+SHOWN = (
+    "reward_mean", "loss", "grad_norm", "learning_rate", "tokens_trained", "clip_fraction", "entropy",
+    "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3", "version_before", "version_after",
+    "digest_before", "digest_after", "batch_digest",
+)  # fmt: skip
+
+
+def train_step(run: Run, key: StepKey) -> StageReport:
+    """Commit one row of `steps`; it reserves the number of the weights version that the step makes."""
+    with reporting("train_step", key) as report:
+        row = one_row(run.lake, "steps", key.columns())
+        if row is None:
+            before = starting_version(run.lake, key)
+            record = report.work(lambda: run.trainer.take_step(key.step, key.attempt))
+            after = next_version(run.lake, key)
+            row = {**key.columns(), **record, "version_before": before, "version_after": after}
+            report.note(run.lake.commit_once("steps", key.columns(), records.rows("steps", [row])))
+        report.values = {name: row[name] for name in SHOWN} | _dispositions(row)
+    return report
+
+
+def _dispositions(row: dict[str, Any]) -> dict[str, int]:
+    counts = Counter(outcome["disposition"] for outcome in row["outcomes"])
+    return {f"trajectories_{name}": count for name, count in sorted(counts.items())}

@@ -1,0 +1,120 @@
+"""Stage 5: publish the step's weights like a database commit: stage, verify every digest, flip, mark live.
+
+Until the last commit the version is `staged`; any failure before it leaves the old version live. A repeat picks up
+wherever the previous try ended, because each phase first looks for what is there.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pyarrow as pa
+
+from furlong.ops import records
+from furlong.ops.protocols import Attestation
+from furlong.ops.stages.chain import one_row
+from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
+
+NUMBERS = ("loss", "grad_norm", "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3")
+
+
+def weight_publish(run: Run, key: StepKey) -> StageReport:
+    """Commit `weight_deltas`, then `weight_versions` as staged, then as live once the engine attested it."""
+    with reporting("weight_publish", key) as report:
+        step = _gate(run, key)
+        where = {"run": key.run, "version": step["version_after"]}
+        row = one_row(run.lake, "weight_versions", where)
+        if row is None:
+            row = _stage_in_lake(run, key, step, report)
+        if row["state"] != "live":
+            row = _flip(run, row, report)
+        report.values = {
+            "version": row["version"],
+            "parent": row["parent"],
+            "digest": row["digest"],
+            "full_bytes": row["full_bytes"],
+            "delta_bytes": row["delta_bytes"],
+            "delta_over_full": row["delta_bytes"] / row["full_bytes"],
+            "changed_fraction": row["changed_fraction"],
+            "engines": ", ".join(a["engine"] for a in row["attestations"]),
+        }
+    return report
+
+
+def _gate(run: Run, key: StepKey) -> dict[str, Any]:
+    """The step's record, unless it must not be published."""
+    step = one_row(run.lake, "steps", key.columns())
+    if step is None:
+        raise StageError(f"{key}: there is no step record to publish; run its train_step first")
+    bad = [name for name in NUMBERS if not math.isfinite(step[name])]
+    if bad:
+        raise StageError(f"{key}: {bad[0]} is {step[bad[0]]}, so its weights are not published; inspect its rollouts")
+    sampled = run.lake.read("trajectories", key.columns(), ["trajectory_id"])["trajectory_id"].to_pylist()
+    if sorted(sampled) != sorted(outcome["trajectory_id"] for outcome in step["outcomes"]):
+        raise StageError(
+            f"{key}: {len(sampled)} trajectories were sampled but {len(step['outcomes'])} are accounted for; "
+            "its weights are not published; compare `trajectories` with `steps.outcomes`"
+        )
+    return step
+
+
+def _stage_in_lake(run: Run, key: StepKey, step: dict[str, Any], report: StageReport) -> dict[str, Any]:
+    made = report.work(lambda: run.trainer.publishable(key.step, key.attempt))
+    if made["digest"] != step["digest_after"]:
+        raise StageError(
+            f"{key}: the trainer holds weights {made['digest'][:12]}, its record says {step['digest_after'][:12]}; "
+            "nothing was published; run `make down` and again, which rebuilds the trainer from the lake"
+        )
+    where = {"run": key.run, "version": step["version_after"]}
+    deltas = _renumber(made["deltas"], key.run, step["version_after"], step["version_before"])
+    if deltas.num_rows:
+        report.note(run.lake.commit_once("weight_deltas", where, deltas))
+    row = {
+        **key.columns(), **where, "state": "staged", "kind": "delta", "parent": step["version_before"],
+        "digest": made["digest"], "tensors": made["tensors"], "anchor": None, "full_bytes": made["full_bytes"],
+        "delta_bytes": made["delta_bytes"], "changed_fraction": made["changed_fraction"], "attestations": [],
+        "staged_at": time.time(), "live_at": None,
+    }  # fmt: skip
+    report.note(run.lake.commit_once("weight_versions", where, records.rows("weight_versions", [row])))
+    return row
+
+
+def _renumber(deltas: pa.Table, run: str, version: int, base_version: int) -> pa.Table:
+    """Put the version numbers on rows that a trainer encoded; it knows steps, the lake knows versions."""
+    n = deltas.num_rows
+    columns = {"run": [run] * n, "version": [version] * n, "base_version": [base_version] * n}
+    for name, values in columns.items():
+        field = deltas.schema.field(name)
+        deltas = deltas.set_column(deltas.schema.get_field_index(name), field, pa.array(values, field.type))
+    return records.validate("weight_deltas", deltas)
+
+
+def _flip(run: Run, row: dict[str, Any], report: StageReport) -> dict[str, Any]:
+    where = {"run": row["run"], "version": row["version"]}
+    engine = run.engine_at(row["parent"])
+    deltas = run.lake.read("weight_deltas", where)
+    staged = report.work(lambda: engine.stage(row["version"], row["parent"], deltas))
+    verify(row, staged)
+    report.work(lambda: engine.activate(row["version"]))
+    live = report.work(engine.attest)
+    verify(row, live)
+    attested = {"engine": live.engine, "version": live.version, "digest": live.digest}
+    row = {**row, "state": "live", "attestations": [attested], "live_at": time.time()}
+    report.note(run.lake.replace("weight_versions", where, records.rows("weight_versions", [row])))
+    return row
+
+
+def verify(row: dict[str, Any], proof: Attestation) -> None:
+    """Compare an engine's proof with the manifest, tensor by tensor; StageError names the first that differs."""
+    wanted = {tensor["name"]: tensor["digest"] for tensor in row["tensors"]}
+    where = f"weights version {row['version']} on engine {proof.engine}"
+    for name in sorted(wanted.keys() | proof.tensors.keys()):
+        if wanted.get(name) != proof.tensors.get(name):
+            raise StageError(
+                f"{where}: tensor {name} has digest {str(proof.tensors.get(name))[:12]}, the manifest says "
+                f"{str(wanted.get(name))[:12]}; version {row['parent']} stays live; run again to stage it afresh"
+            )
+    if proof.version != row["version"] or proof.digest != row["digest"]:
+        raise StageError(f"{where}: attested {proof.version}/{proof.digest[:12]}; version {row['parent']} stays live")

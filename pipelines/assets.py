@@ -1,0 +1,87 @@
+"""The data flow of one RL step. Read top to bottom: what is made, from what.
+
+    prompts -> rollouts -> rewards -> train_step -> weight_publish -> evals
+
+Each asset's work is a stage in `ops/stages`; here it gets its partition, its place in the graph and its metadata.
+"""
+
+from dagster import AssetExecutionContext, Config, MaterializeResult, ResourceParam, asset
+from pydantic import Field
+
+from furlong.ops.stages.context import StageReport, StepKey
+from furlong.pipelines.metadata import metadata
+from furlong.pipelines.partitions import STEPS, parse_partition_key, partition_key
+from furlong.resources.system import System
+
+PER_STEP = {"partitions_def": STEPS, "group_name": "rl", "pool": "trainer"}
+
+
+class NewRun(Config):
+    """Which run to start when the partition names one that is not in the lake yet."""
+
+    spec: str = Field("tiny", description="A spec's name or path; used only for a run that does not exist yet.")
+    seed: int = Field(0, description="The run's seed; used only for a run that does not exist yet.")
+
+
+class Repeat(Config):
+    """Repeating a finished step on purpose."""
+
+    attempt: int = Field(0, description="0 continues the step; 2, 3, ... draws the newest step once more.")
+
+
+@asset(group_name="rl", kinds={"deltalake"}, pool="trainer")
+def prompts(context: AssetExecutionContext, config: NewRun, system: ResourceParam[System]) -> MaterializeResult:
+    """A version of the prompt table: questions with stable ids, deduplicated, split by question, each with its verifier."""
+    run, _ = parse_partition_key(context.run.tags["dagster/partition"])
+    system.start_run(config.spec, {"seed": config.seed}, run)
+    return _materialise(context, system, "prompts", StepKey(run, 1))
+
+
+@asset(**PER_STEP, deps=[prompts], kinds={"ray", "deltalake"})
+def rollouts(context: AssetExecutionContext, config: Repeat, system: ResourceParam[System]) -> MaterializeResult:
+    """The groups of trajectories drawn for this step: tokens, log-probabilities, weights versions."""
+    return _materialise(context, system, "rollouts", _key(context, system, config.attempt))
+
+
+@asset(**PER_STEP, deps=[rollouts], kinds={"python", "deltalake"})
+def rewards(context: AssetExecutionContext, system: ResourceParam[System]) -> MaterializeResult:
+    """One row per trajectory and verifier: a verdict, and a score where the verdict has one."""
+    return _materialise(context, system, "rewards", _key(context, system))
+
+
+@asset(**PER_STEP, deps=[rollouts, rewards], kinds={"ray", "pytorch", "deltalake"})
+def train_step(context: AssetExecutionContext, system: ResourceParam[System]) -> MaterializeResult:
+    """The record of one optimiser step: batch, advantages, loss, mismatch, digests before and after."""
+    return _materialise(context, system, "train_step", _key(context, system))
+
+
+@asset(**PER_STEP, deps=[train_step], kinds={"ray", "deltalake"})
+def weight_publish(context: AssetExecutionContext, system: ResourceParam[System]) -> MaterializeResult:
+    """One new weights version: staged, attested by the engine, flipped."""
+    key = _key(context, system)
+    result = _materialise(context, system, "weight_publish", key)
+    with system.driving(key.run) as run:
+        if key.step < run.spec.steps:
+            context.instance.add_dynamic_partitions(STEPS.name, [partition_key(key.run, key.step + 1)])
+    return result
+
+
+@asset(**PER_STEP, deps=[weight_publish], kinds={"ray", "deltalake"})
+def evals(context: AssetExecutionContext, system: ResourceParam[System]) -> MaterializeResult:
+    """Accuracy on held-out questions, for the weights versions that are due at this step."""
+    key = _key(context, system)
+    result = _materialise(context, system, "evals", key)
+    with system.driving(key.run) as run:
+        run.finish()
+    return result
+
+
+def _key(context: AssetExecutionContext, system: System, attempt: int = 0) -> StepKey:
+    run, step = parse_partition_key(context.partition_key)
+    return system.step_key(run, step, attempt)
+
+
+def _materialise(context: AssetExecutionContext, system: System, stage: str, key: StepKey) -> MaterializeResult:
+    with system.driving(key.run, dagster_run=context.run_id) as run:
+        report: StageReport = run.perform(stage, key)
+        return MaterializeResult(metadata=metadata(report, run))

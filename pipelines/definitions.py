@@ -1,0 +1,30 @@
+"""Everything Dagster sees. The flow itself is in `assets.py`; a block of steps as one run is in `rl_run.py`."""
+
+from dagster import AssetSelection, Definitions, define_asset_job, in_process_executor
+
+from furlong.pipelines import assets
+from furlong.pipelines.rl_run import rl_run
+from furlong.resources.system import System
+
+FLOW = [
+    assets.prompts,
+    assets.rollouts,
+    assets.rewards,
+    assets.train_step,
+    assets.weight_publish,
+    assets.evals,
+]
+
+rl_step = define_asset_job(
+    "rl_step",
+    selection=AssetSelection.assets(*FLOW),
+    description="Materialise every asset of one step: run it, repair it, or repeat it as a new attempt.",
+)
+
+defs = Definitions(
+    assets=FLOW,
+    jobs=[rl_step, rl_run],
+    # The heavy work is in Ray actors; a process per asset would only add its start-up to each stage.
+    executor=in_process_executor,
+    resources={"system": System()},
+)

@@ -1,0 +1,54 @@
+"""A stage's report as Dagster metadata: row counts, durations, digests, Delta versions, links, a plot."""
+
+from typing import TYPE_CHECKING, Any
+
+from dagster import MetadataValue
+
+from furlong.ops.plots import line_plot
+from furlong.ops.stages.context import StageReport
+
+if TYPE_CHECKING:
+    from furlong.resources.runs import OpenRun
+
+PLOTS = {
+    "rollouts": ("mean_reply_tokens", "mean reply length (tokens)"),
+    "rewards": ("reward_mean", "mean reward"),
+    "train_step": ("mismatch_mean", "mean |trainer - engine| log-probability (nat)"),
+    "weight_publish": ("delta_bytes", "bytes of the delta"),
+}
+"""Stage -> the value drawn over the run's steps, and its title."""
+
+
+def metadata(report: StageReport, run: "OpenRun") -> dict[str, Any]:
+    """Metadata of one materialisation."""
+    facts: dict[str, Any] = {
+        "seconds": round(report.seconds, 4),
+        "seconds_in_actors": round(report.work_seconds, 4),
+        "already_committed": not report.wrote,
+        "run": report.key.run,
+        "step": report.key.step,
+        "attempt": report.key.attempt,
+        "sql": MetadataValue.md(f"```sql\n{_sql(report)}\n```"),
+    }
+    for commit in report.commits:
+        facts[f"{commit.table}_rows"] = commit.rows
+        facts[f"{commit.table}_delta_version"] = commit.version
+    facts |= {name: value for name, value in report.values.items() if value is not None}
+    facts |= {name: MetadataValue.url(link) for name, link in run.links().items()}
+    if report.stage in PLOTS:
+        value, title = PLOTS[report.stage]
+        facts["plot"] = MetadataValue.md(line_plot(run.series(value), title))
+    return facts
+
+
+def _sql(report: StageReport) -> str:
+    where = " AND ".join(f"{k} = {v!r}" for k, v in report.key.columns().items())
+    queries = {
+        "prompts": "SELECT split, count(*) FROM prompts GROUP BY split",
+        "rollouts": f"SELECT * FROM trajectories WHERE {where}",
+        "rewards": f"SELECT verdict, count(*), avg(score) FROM rewards WHERE {where} GROUP BY verdict",
+        "train_step": f"SELECT * FROM steps WHERE {where}",
+        "weight_publish": f"SELECT version, state, digest, delta_bytes FROM weight_versions WHERE {where}",
+        "evals": f"SELECT version, mode, avg(correct / samples) FROM evals WHERE run = {report.key.run!r} GROUP BY 1, 2",
+    }
+    return queries[report.stage]

@@ -1,0 +1,66 @@
+"""`rl_run`: one Dagster run over a block of steps, logging the same materialisations as `rl_step`, step by step.
+
+A Dagster run costs seconds, an event milliseconds; so a block of steps is one run. It begins after the last committed
+step, whoever committed it, and a stage that is committed already only reports what stands in the lake.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from dagster import AssetKey, AssetMaterialization, Config, OpExecutionContext, ResourceParam, job, op
+from pydantic import Field
+
+from furlong.ops.stages.context import STAGES, StageReport, StepKey
+from furlong.ops.stages.evals import evals_before
+from furlong.pipelines.metadata import metadata
+from furlong.pipelines.partitions import STEPS, partition_key
+from furlong.resources.system import System
+
+if TYPE_CHECKING:
+    from furlong.resources.runs import OpenRun
+
+
+class Block(Config):
+    """Which run, and how far."""
+
+    spec: str = Field("tiny", description="A spec's name (tiny, smollm2) or the path of a spec file.")
+    seed: int = Field(0, description="The run's seed.")
+    run: str = Field("", description="Run to continue or to start; empty: this spec's unfinished run, else a new one.")
+    steps: int = Field(0, description="Steps in this block; 0 goes on to the run's last step.")
+    overrides: dict[str, Any] = Field({}, description="Dotted spec keys, e.g. {algorithm.learning_rate: 2.0e-5}.")
+
+
+@op
+def block(context: OpExecutionContext, config: Block, system: ResourceParam[System]) -> None:
+    """Take the run's next steps."""
+    name = system.start_run(config.spec, {"seed": config.seed, **config.overrides}, config.run)
+    with system.driving(name, dagster_run=context.run_id) as run:
+        _log(context, run, run.perform("prompts", StepKey(name, 1)))
+        first = run.next_step()
+        last = min(run.spec.steps, first + config.steps - 1) if config.steps else run.spec.steps
+        context.log.info(f"run {name}: steps {first} to {last} of {run.spec.steps}")
+        for step in range(first, last + 1):
+            with run.step_timer(step):
+                _take(context, run, system.step_key(name, step))
+        run.finish()
+
+
+def _take(context: OpExecutionContext, run: "OpenRun", key: StepKey) -> None:
+    context.instance.add_dynamic_partitions(STEPS.name, [partition_key(key.run, key.step)])
+    if evals_before(run.spec, key.step):
+        # The engine still serves the version that the step starts from.
+        _log(context, run, run.perform("evals", key))
+    for stage in STAGES[1:]:
+        _log(context, run, run.perform(stage, key))
+    if key.step == run.spec.steps:
+        _log(context, run, run.perform("evals", key))
+
+
+def _log(context: OpExecutionContext, run: "OpenRun", report: StageReport) -> None:
+    partition = None if report.stage == "prompts" else partition_key(report.key.run, report.key.step)
+    facts = metadata(report, run)
+    context.log_event(AssetMaterialization(AssetKey(report.stage), partition=partition, metadata=facts))
+
+
+@job(description="Take a run's next steps: start it, or go on after its last committed step.")
+def rl_run() -> None:
+    block()

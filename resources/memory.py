@@ -1,0 +1,32 @@
+"""Memory of everything a run uses: this process, its children, and our Ray processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+
+
+def resident_bytes(root: Path) -> int:
+    """Sum of the proportional set sizes, so that a page shared by several processes counts once."""
+    seen: dict[int, psutil.Process] = {}
+    for origin in [psutil.Process().pid, *_head(root)]:
+        try:
+            top = psutil.Process(origin)
+            seen |= {p.pid: p for p in [top, *top.children(recursive=True)]}
+        except psutil.NoSuchProcess:
+            continue  # it ended between two looks; nothing of it is resident
+    return sum(_share(process) for process in seen.values())
+
+
+def _share(process: psutil.Process) -> int:
+    try:
+        return process.memory_full_info().pss
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return 0
+
+
+def _head(root: Path) -> list[int]:
+    state = root / "ray" / "head.json"
+    return [json.loads(state.read_text())["pid"]] if state.is_file() else []

@@ -1,0 +1,119 @@
+"""Processes that belong to one root folder, known by a mark in their environment.
+
+Children inherit the mark and keep it when they are orphaned or rename themselves, so it finds leftover agents that a
+process group misses, and no reused process id can be mistaken for ours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+MARK = "FURLONG_PART"
+"""Environment variable that says which part of which root a process belongs to, e.g. `ray:1f0c...`."""
+
+
+class LeftoverError(RuntimeError):
+    """A process of ours would not end."""
+
+
+def root_hash(root: Path) -> str:
+    """8 hex digits that stand for a root folder in marks, names and short paths."""
+    return hashlib.blake2b(str(root).encode(), digest_size=4).hexdigest()
+
+
+def mark(part: str, root: Path) -> dict[str, str]:
+    """Environment to start a process of `part` with."""
+    return {MARK: f"{part}:{root_hash(root)}"}
+
+
+def bears(process: psutil.Process, marking: dict[str, str]) -> bool:
+    """True for a running (not a zombie) process started under this mark."""
+    wanted = f"{MARK}={marking[MARK]}"
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and wanted in _environment(process)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _environment(process: psutil.Process) -> list[str]:
+    raw = Path(f"/proc/{process.pid}/environ")
+    if raw.exists():
+        # A process that renamed itself, as Ray's do, has overwritten the start of this block; psutil then sees none of it.
+        return raw.read_bytes().decode(errors="replace").split("\0")
+    return [f"{name}={value}" for name, value in process.environ().items()]
+
+
+def running(pid: int, marking: dict[str, str]) -> bool:
+    """True when `pid` is a live process under this mark, and not another one that got the number later."""
+    try:
+        return bears(psutil.Process(pid), marking)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def marked(marking: dict[str, str]) -> list[psutil.Process]:
+    """All processes under this mark, whoever is their parent now."""
+    return [process for process in psutil.process_iter() if bears(process, marking)]
+
+
+def end_marked(marking: dict[str, str], polite_seconds: float, deadline: float) -> list[str]:
+    """End every process under this mark, new ones too, and wait until none is left.
+
+    Args:
+        marking: as given by `mark`.
+        polite_seconds: how long they have after SIGTERM until SIGKILL; 0 for SIGKILL at once.
+        deadline: seconds for all of it.
+    Returns:
+        One line per process ended.
+    Raises:
+        LeftoverError: some were still there at the deadline.
+    """
+    begin, ended = time.monotonic(), {}
+    if polite_seconds:
+        _signal(marked(marking), psutil.Process.terminate, ended)
+        while marked(marking) and time.monotonic() < begin + polite_seconds:
+            time.sleep(0.1)
+    while rest := marked(marking):
+        if time.monotonic() > begin + deadline:
+            raise LeftoverError(
+                f"{len(rest)} processes did not end within {deadline:g} s: {', '.join(_label(p) for p in rest)}; "
+                "they may hang in a disk or device call: end them by hand"
+            )
+        _signal(rest, psutil.Process.kill, ended)
+        time.sleep(0.05)
+    return list(ended.values())
+
+
+def _signal(processes: list[psutil.Process], action: Callable[[psutil.Process], None], ended: dict[int, str]) -> None:
+    for process in processes:
+        try:
+            ended.setdefault(process.pid, _label(process))
+            action(process)
+        except psutil.NoSuchProcess:
+            continue  # it ended between the look and the signal, which is what was wanted
+
+
+def _label(process: psutil.Process) -> str:
+    try:
+        words = [Path(word).name if "/" in word else word for word in process.cmdline()[:4]]
+        return f"{process.pid} {' '.join(words).strip()[:60]}"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def last_lines(path: Path, count: int, after: str = "") -> str:
+    """The end of a text file: at most `count` lines, and only those after the last line that starts with `after`."""
+    if not path.is_file():
+        return f"(there is no {path} on this machine)"
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 65536))
+        lines = file.read().decode(errors="replace").splitlines()
+    if after:
+        starts = [number for number, line in enumerate(lines) if line.startswith(after)]
+        lines = lines[starts[-1] + 1 :] if starts else lines
+    return "\n".join(lines[-count:]) or "(it wrote nothing)"

@@ -1,0 +1,38 @@
+"""The trainer in its actor, as the stages see it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from furlong.ops.spec import Placement, RunSpec
+from furlong.resources.actors import Actor, call, find_or_start
+
+if TYPE_CHECKING:
+    from furlong.resources.models import ModelFolder
+
+
+def start_trainer(run: str, spec: RunSpec, model: ModelFolder, placement: Placement) -> RemoteTrainer:
+    """The run's trainer, found or started; it finds its own state in the lake when it is first asked for a step."""
+    state = placement.folder / "runs" / run / "state"
+    args = (spec.canonical(), run, str(model.path), placement.lake_uri(), str(state), placement.cores())
+    return RemoteTrainer(find_or_start("trainer", run, "furlong.resources.trainers.host:TrainerHost", args, placement))
+
+
+class RemoteTrainer:
+    """Implements `ops.stages.context.StepTrainer`; methods raise ActorLost and ActorTimeout besides the trainer's errors."""
+
+    def __init__(self, actor: Actor):
+        self.actor = actor
+
+    def base(self) -> dict[str, Any]:
+        return call(self.actor, "base")
+
+    def take_step(self, step: int, attempt: int) -> dict[str, Any]:
+        return call(self.actor, "take_step", step, attempt)
+
+    def publishable(self, step: int, attempt: int) -> dict[str, Any]:
+        return call(self.actor, "publishable", step, attempt)
+
+    def settle(self) -> None:
+        """Wait until a save in progress is on disk."""
+        call(self.actor, "settle")

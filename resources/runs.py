@@ -1,0 +1,200 @@
+"""A run opened for driving: its identity from the lake, and its engine, trainer and verifier, each met on first use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from furlong.ops import records
+from furlong.ops.history import load_series
+from furlong.ops.report import build_report
+from furlong.ops.spec import Placement, RunSpec
+from furlong.ops.stages.chain import committed_steps, delta_path, one_row, version_row
+from furlong.ops.stages.context import Run, StageReport, StepKey
+from furlong.ops.stages.evals import evals
+from furlong.ops.stages.prompts import prompts
+from furlong.ops.stages.rewards import rewards
+from furlong.ops.stages.rollouts import rollouts
+from furlong.ops.stages.train_step import train_step
+from furlong.ops.stages.weight_publish import verify, weight_publish
+from furlong.ops.tasks.prompts import prompt_rows
+from furlong.ops.tasks.render import ChatTokenizer, decode, load_tokenizer, render_prompt
+from furlong.resources.drives import Drive
+from furlong.resources.lake import Lake
+from furlong.resources.models import ModelFolder
+from furlong.resources.remote_engine import RemoteEngine, start_engine
+from furlong.resources.remote_trainer import RemoteTrainer, start_trainer
+from furlong.resources.tracking import Tracker
+from furlong.resources.verifier import VerifierWorker
+
+PERFORM: dict[str, Callable[[Run, StepKey], StageReport]] = {
+    "prompts": prompts,
+    "rollouts": rollouts,
+    "rewards": rewards,
+    "train_step": train_step,
+    "weight_publish": weight_publish,
+    "evals": evals,
+}
+
+
+class Observer(Protocol):
+    """Told what happens while it happens; the live view of the terminal is one."""
+
+    def run_opened(self, run: OpenRun) -> None: ...
+    def stage_started(self, stage: str, key: StepKey) -> None: ...
+    def stage_finished(self, report: StageReport) -> None: ...
+    def step_finished(self, step: int, drive: Drive) -> None: ...
+
+
+class OpenRun:
+    """Implements `ops.stages.context.Run`."""
+
+    def __init__(self, row: dict[str, Any], spec: RunSpec, model: ModelFolder, placement: Placement):
+        self.name: str = row["run"]
+        self.dataset: str = row["dataset"]
+        self.spec, self.model, self.placement = spec, model, placement
+        self.lake = Lake(placement.lake_uri())
+        self.observer: Observer | None = None
+        self.drive: Drive | None = None
+        self._series: dict[str, list[tuple[int, float]]] | None = None
+        self._proved: int | None = None
+        self._connecting = threading.Lock()
+
+    @property
+    def folder(self) -> Path:
+        """Files beside the run that decide nothing: saved trainer states, drives, the report."""
+        return self.placement.folder / "runs" / self.name
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer:
+        return load_tokenizer(self.model.path)
+
+    @cached_property
+    def verifier(self) -> VerifierWorker:
+        worker = VerifierWorker(self.placement.verify_deadline)
+        worker.start()
+        return worker
+
+    @cached_property
+    def trainer(self) -> RemoteTrainer:
+        return start_trainer(self.name, self.spec, self.model, self.placement)
+
+    @cached_property
+    def engine(self) -> RemoteEngine:
+        return start_engine(self.name, self.spec, self.model, self.placement)
+
+    @cached_property
+    def tracker(self) -> Tracker:
+        return Tracker(self.placement, self.name, self.spec)
+
+    def connect(self) -> None:
+        """Meet all parties at once, since each takes seconds to start."""
+        parties = ("verifier", "tracker", "tokenizer", "engine", "trainer")
+        with ThreadPoolExecutor(len(parties)) as pool:
+            for future in [pool.submit(getattr, self, name) for name in parties]:
+                future.result()
+
+    @property
+    def context_length(self) -> int:
+        return self.model.context_length
+
+    def render(self, question: str) -> list[int]:
+        return render_prompt(self.tokenizer, self.spec.data.system, question)
+
+    def decode(self, tokens: list[int]) -> str:
+        return decode(self.tokenizer, tokens)
+
+    def prompt_rows(self) -> pa.Table:
+        return records.rows("prompts", prompt_rows(self.spec.data, self.spec.seed))
+
+    def engine_at(self, version: int) -> RemoteEngine:
+        """The engine, serving `version`: brought there from the lake, and proved by digest in this process."""
+        serving = self.engine.health()["version"]
+        if serving == version == self._proved:
+            return self.engine
+        chain = [0, *delta_path(self.lake, self.name, version)]
+        if serving not in chain:
+            self.engine.load_anchor(str(self.model.path), 0)
+            serving = 0
+        for base, later in pairwise(chain[chain.index(serving) :]):
+            self.engine.stage(later, base, self.lake.read("weight_deltas", {"run": self.name, "version": later}))
+            self.engine.activate(later)
+        verify(one_row(self.lake, "weight_versions", {"run": self.name, "version": version}), self.engine.attest())
+        self._proved = version
+        return self.engine
+
+    def perform(self, stage: str, key: StepKey) -> StageReport:
+        """Run one stage of a step, telling the observer and MLflow."""
+        if self.observer:
+            self.observer.stage_started(stage, key)
+        report = PERFORM[stage](self, key)
+        self._remember(report)
+        if self.drive:
+            self.drive.add(report)
+        if self.observer:
+            self.observer.stage_finished(report)
+        return report
+
+    def series(self, value: str) -> list[tuple[int, float]]:
+        """(step, value) of every step so far, for plots."""
+        if self._series is None:
+            self._series = load_series(self.lake, self.name)
+        return self._series.get(value, [])
+
+    def _remember(self, report: StageReport) -> None:
+        self.series("reward_mean")
+        numbers = {k: v for k, v in report.values.items() if isinstance(v, (int, float))}
+        for name, value in numbers.items():
+            known = dict(self._series.setdefault(name, []))
+            known[report.key.step] = float(value)
+            self._series[name] = sorted(known.items())
+        if report.stage != "prompts":
+            facts = {f"{report.stage}/{name}": float(value) for name, value in numbers.items()}
+            self.tracker.log(report.key.step, {**facts, f"{report.stage}/seconds": report.seconds})
+
+    def links(self) -> dict[str, str]:
+        """Where else to look at this run."""
+        return {"mlflow": self.tracker.url()}
+
+    def next_step(self) -> int:
+        """The first step that is not published yet; one past the last when the run is complete."""
+        done = committed_steps(self.lake, self.name)
+        if not done:
+            return 1
+        last = len(done)
+        version = version_row(self.lake, self.name, done[last]["version_after"])
+        if version is None or version["state"] != "live":
+            return last
+        if last == self.spec.steps and not self.evaluated(done[last]["version_after"]):
+            return last
+        return last + 1
+
+    def evaluated(self, version: int) -> bool:
+        return self.lake.read("evals", {"run": self.name, "version": version}, ["mode"]).num_rows > 0
+
+    @contextmanager
+    def step_timer(self, step: int) -> Iterator[None]:
+        """Measure a step's wall time beside the time its stages report."""
+        with self.drive.step(step):
+            yield
+        if self.observer:
+            self.observer.step_finished(step, self.drive)
+
+    def finish(self) -> dict[str, Any] | None:
+        """When all steps are done: put the trainer's state on disk, write report.json, and return the report."""
+        if self.next_step() <= self.spec.steps:
+            return None
+        self.trainer.settle()
+        self.drive.save(self.folder)
+        report = build_report(self.lake, self.name, self.spec, Drive.saved(self.folder))
+        Drive.write_report(self.folder, report)
+        self.tracker.finish(report)
+        return report

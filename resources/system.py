@@ -1,0 +1,147 @@
+"""The one resource that pipelines use: finds runs in the lake, starts new ones, and opens them for driving."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from furlong.ops.identity import fingerprint
+from furlong.ops.spec import Placement, RunSpec, SpecError, load_spec, parse_spec
+from furlong.ops.stages.chain import committed_steps, current_attempt, one_row, version_row
+from furlong.ops.stages.context import StepKey
+
+
+class System:
+    """Everything below is connected on first use, so that loading the code location costs nothing."""
+
+    def __init__(self, placement: Placement | None = None, observer: Any = None):
+        self._placement = placement
+        self._observer = observer
+        self._open: dict[str, Any] = {}
+
+    @property
+    def placement(self) -> Placement:
+        if self._placement is None:
+            self._placement = Placement.from_env()
+        return self._placement
+
+    def start_run(self, spec_name: str, overrides: dict[str, Any], name: str = "") -> str:
+        """The name of the run to drive, written to the lake if it is new.
+
+        Without a name: the spec's unfinished run if there is one, else a new one. A given name must be free, or belong
+        to a run; an existing run keeps the spec it was started with.
+
+        Raises:
+            SpecError: the spec is unusable, or `name` exists with another spec than the one asked for.
+        """
+        from furlong.resources.lake import Lake
+
+        lake = Lake(self.placement.lake_uri())
+        if name and (row := one_row(lake, "runs", {"run": name})):
+            self._same_spec(row, spec_name, overrides)
+            return name
+        spec = load_spec(spec_name, overrides)
+        return self._write_run(lake, spec, name or self._unfinished(lake, spec))
+
+    @contextmanager
+    def driving(self, name: str, dagster_run: str = "") -> Iterator[Any]:
+        """An OpenRun that no other process drives meanwhile; the second to try gets an error with the first's pid."""
+        from furlong.resources.drives import Drive
+        from furlong.resources.run_lock import run_lock
+
+        with run_lock(self.placement.folder, name):
+            if name not in self._open:
+                self._open[name] = self._load(name)
+            run = self._open[name]
+            run.observer = self._observer
+            run.drive = Drive(self.placement.folder)
+            run.connect()
+            if dagster_run:
+                run.tracker.link_dagster(dagster_run)
+            if self._observer:
+                self._observer.run_opened(run)
+            try:
+                yield run
+            finally:
+                run.drive.save(run.folder)
+
+    def step_key(self, run: str, step: int, attempt: int = 0) -> StepKey:
+        """The key of a step; attempt 0 means the current one."""
+        from furlong.resources.lake import Lake
+
+        lake = self._open[run].lake if run in self._open else Lake(self.placement.lake_uri())
+        return StepKey(run, step, attempt or current_attempt(lake, run, step))
+
+    def _load(self, name: str) -> Any:
+        from furlong.resources.lake import Lake
+        from furlong.resources.models import resolve
+        from furlong.resources.runs import OpenRun
+
+        row = one_row(Lake(self.placement.lake_uri()), "runs", {"run": name})
+        if row is None:
+            raise SpecError(f"no run {name!r} in the lake {self.placement.lake_uri()}; start it with the rl_run job")
+        spec = _stored_spec(row)
+        model = resolve(spec.model, spec.data, spec.seed, self.placement.folder)
+        if model.digest != row["base_digest"]:
+            raise SpecError(
+                f"run {name}: its base model in {model.path} has changed since the run began ({model.digest[:12]}, was "
+                f"{row['base_digest'][:12]}); restore the folder, or start another run"
+            )
+        return OpenRun(row, spec, model, self.placement)
+
+    def _unfinished(self, lake: Any, spec: RunSpec) -> str:
+        stem = f"{spec.name}-{spec.fingerprint()[:6]}"
+        for number in range(1, 1000):
+            name = stem if number == 1 else f"{stem}-{number}"
+            row = one_row(lake, "runs", {"run": name}, ["run"])
+            if row is None or not self._complete(lake, spec, name):
+                return name
+        raise SpecError(
+            f"spec {spec.name} has 999 complete runs in this lake; give the next one a name, or another seed"
+        )
+
+    @staticmethod
+    def _complete(lake: Any, spec: RunSpec, name: str) -> bool:
+        done = committed_steps(lake, name)
+        if len(done) < spec.steps:
+            return False
+        version = version_row(lake, name, done[spec.steps]["version_after"])
+        live = version is not None and version["state"] == "live"
+        return live and lake.read("evals", {"run": name, "version": version["version"]}, ["mode"]).num_rows > 0
+
+    def _write_run(self, lake: Any, spec: RunSpec, name: str) -> str:
+        from furlong.ops import records
+        from furlong.ops.tasks.prompts import dataset_id
+        from furlong.resources.actors import code_hash
+        from furlong.resources.models import resolve
+
+        if one_row(lake, "runs", {"run": name}):
+            return name
+        model = resolve(spec.model, spec.data, spec.seed, self.placement.folder)
+        row = {
+            "run": name, "spec_fingerprint": spec.fingerprint(), "spec": spec.canonical(),
+            "dataset": dataset_id(spec.data, spec.seed), "base_digest": model.digest, "code_version": code_hash(),
+            "created_at": time.time(),
+        }  # fmt: skip
+        lake.commit_once("runs", {"run": name}, records.rows("runs", [row]))
+        return name
+
+    @staticmethod
+    def _same_spec(row: dict[str, Any], spec_name: str, overrides: dict[str, Any]) -> None:
+        asked = load_spec(spec_name, overrides)
+        if asked.fingerprint() == row["spec_fingerprint"]:
+            return
+        stored, wanted = _stored_spec(row).model_dump(mode="json"), asked.model_dump(mode="json")
+        odd = [key for key in wanted if fingerprint(wanted[key]) != fingerprint(stored[key])]
+        raise SpecError(
+            f"run {row['run']} was started with another spec: {', '.join(odd)} differ from {spec_name}; a run keeps its "
+            "spec, so use that one, or another run name"
+        )
+
+
+def _stored_spec(row: dict[str, Any]) -> RunSpec:
+    import json
+
+    return parse_spec(json.loads(row["spec"]), f"run {row['run']} in the lake")

@@ -1,0 +1,225 @@
+"""The trainer's home in an actor: it takes each step once and can rebuild any state from the lake.
+
+A trainer's memory proves nothing. Before a step it reads `steps`: a step that stands there is refused. To reach a
+state it restores the newest saved one and replays the recorded batches, checking every digest on the way.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from furlong.ops.protocols import StepMetrics, TrainBatch, Trainer
+from furlong.ops.spec import parse_spec
+from furlong.ops.stages.batch import assemble, batch_digest
+from furlong.ops.stages.chain import committed_step, committed_steps, one_row
+from furlong.ops.stages.context import StageError, StepKey
+from furlong.ops.weights import delta
+from furlong.ops.weights.digest import manifest, weights_digest
+
+BASE = (0, 1)
+"""Where a freshly loaded base model stands: (step, attempt)."""
+
+
+class StepAlreadyTaken(StageError):
+    """The lake holds this step's record, so its optimiser step is not taken again."""
+
+
+class ReplayMismatch(StageError):
+    """Replaying a recorded batch gave other weights than the record says."""
+
+
+class TrainerHost:
+    """One run's trainer. Calls come one at a time; a save runs beside them until the weights change again."""
+
+    def __init__(self, spec_json: str, run: str, base_folder: str, lake: str, state_folder: str, threads: int):
+        import json
+
+        from furlong.resources.lake import Lake
+        from furlong.resources.trainers.fsdp import FSDPTrainer
+
+        self.spec = parse_spec(json.loads(spec_json), f"run {run}")
+        self.run, self.base_folder, self.state_folder = run, base_folder, Path(state_folder)
+        self.lake = Lake(lake)
+        self.trainer: Trainer = FSDPTrainer(self.spec, threads)
+        self.at: tuple[int, int] | None = None
+        self.record: dict[str, Any] | None = None
+        self.before: dict[str, Any] | None = None
+        self.after: dict[str, Any] = {}
+        self.tensors: list[dict[str, Any]] = []
+        self.saver: _Saver | None = None
+
+    def base(self) -> dict[str, Any]:
+        """Manifest and bytes of the base model's weights in the published dtype."""
+        self._reach(0)
+        return {"tensors": self.tensors, "digest": self._digest(), "full_bytes": delta.full_bytes(self.after)}
+
+    def take_step(self, step: int, attempt: int) -> dict[str, Any]:
+        """Take a step, or give again the record of the one just taken, if its driver died before committing it.
+
+        Raises:
+            StepAlreadyTaken: the lake holds the step's record.
+        """
+        key = StepKey(self.run, step, attempt)
+        if one_row(self.lake, "steps", key.columns(), ["step"]):
+            raise StepAlreadyTaken(f"{key}: its record is in the lake; to repeat it, ask for attempt {attempt + 1}")
+        if self.at == (step, attempt) and self.record is not None:
+            batch, _ = assemble(self.lake, self.spec, key)
+            if batch_digest(batch) == self.record["batch_digest"]:
+                return self.record
+        self._reach(step - 1)
+        record = self._advance(step, attempt)
+        if step % self.spec.trainer.save_every == 0 or step == self.spec.steps:
+            self.saver = _Saver(self.trainer, self.state_folder, _folder_name(step, attempt))
+        return record
+
+    def publishable(self, step: int, attempt: int) -> dict[str, Any]:
+        """What the step changed in the weights, encoded; version numbers on the rows are the caller's to fill."""
+        if self.at != (step, attempt) or self.before is None:
+            self._reach(step - 1)
+            self._advance(step, attempt)
+        digests = {row["name"]: row["digest"] for row in self.tensors}
+        rows = delta.encode(0, 0, self.run, self.before, self.after, digests)
+        return {
+            "deltas": rows,
+            "tensors": self.tensors,
+            "digest": weights_digest(digests),
+            "full_bytes": delta.full_bytes(self.after),
+            "delta_bytes": sum(len(data) for data in rows["data"].to_pylist()),
+            "changed_fraction": delta.changed_fraction(self.before, self.after),
+        }
+
+    def health(self) -> dict[str, Any]:
+        """Where the trainer stands."""
+        return {"at": self.at, "trainer": self.trainer.fingerprint()}
+
+    def settle(self) -> None:
+        """Wait until a save in progress is on disk."""
+        if self.saver:
+            self.saver.join()
+            self.saver = None
+
+    def _reach(self, step: int) -> None:
+        """Bring weights and optimiser to the state after the latest committed attempt of `step`."""
+        row = committed_step(self.lake, self.run, step) if step else None
+        if step and row is None:
+            raise StageError(f"{self.run} step {step} has no record, so the step after it cannot be taken; run it first")
+        if self.at == ((step, row["attempt"]) if row else BASE) and self._agrees(row):
+            return
+        self.settle()
+        chain = committed_steps(self.lake, self.run)
+        at = self._restore(step, chain)
+        for later in range(at + 1, step + 1):
+            self._advance(later, chain[later]["attempt"])
+
+    def _agrees(self, row: dict[str, Any] | None) -> bool:
+        """Whether the weights held are those of the record."""
+        held = self.record["master_digest_after"] if self.record else None
+        return held == (row["master_digest_after"] if row else None)
+
+    def _restore(self, step: int, chain: dict[int, dict[str, Any]]) -> int:
+        """Load the newest saved state on the committed chain at or before `step`, else the base model."""
+        self.at, self.record, self.before = None, None, None
+        for candidate in range(step, 0, -1):
+            folder = self.state_folder / _folder_name(candidate, chain[candidate]["attempt"])
+            if not folder.is_dir():
+                continue
+            try:
+                self.trainer.restore(str(folder))
+                intact = self.trainer.master_digest() == chain[candidate]["master_digest_after"]
+            except (OSError, ValueError) as err:
+                print(f"saved state {folder} cannot be read: {err}", flush=True)
+                intact = False
+            if intact:
+                self._hold(candidate, chain[candidate])
+                return candidate
+            # An older state plus recorded batches gives the same weights, so a damaged one only costs time.
+            print(f"saved state {folder} does not match step {candidate}; replaying from an older one", flush=True)
+            folder.rename(folder.with_name(f"{folder.name}.damaged-{time.time_ns()}"))
+        self.trainer.load(self.base_folder)
+        self._hold(0, None)
+        return 0
+
+    def _hold(self, step: int, row: dict[str, Any] | None) -> None:
+        self.at = (step, row["attempt"]) if row else BASE
+        self.record = {"master_digest_after": row["master_digest_after"]} if row else None
+        self.after = self.trainer.export()
+        self.tensors = manifest(self.after)
+
+    def _advance(self, step: int, attempt: int) -> dict[str, Any]:
+        """One optimiser step from the rows in the lake; in a replay, the result must equal the record."""
+        key = StepKey(self.run, step, attempt)
+        begin = time.perf_counter()
+        batch, outcomes = assemble(self.lake, self.spec, key)
+        self.settle()
+        self.at = None  # a failure from here on leaves an unknown state, which the next call rebuilds
+        metrics = self.trainer.step(batch)
+        digest_before = self._digest()
+        self.before, self.after = self.after, self.trainer.export()
+        self.tensors = manifest(self.after)
+        self.record = self._record(batch, outcomes, metrics, digest_before)
+        self.record["seconds"] = time.perf_counter() - begin
+        self._compare(key)
+        self.at = (step, attempt)
+        return self.record
+
+    def _digest(self) -> str:
+        return weights_digest({row["name"]: row["digest"] for row in self.tensors})
+
+    def _record(self, batch: TrainBatch, outcomes: list[dict], metrics: StepMetrics, before: str) -> dict[str, Any]:
+        scored = [outcome["reward"] for outcome in outcomes if outcome["reward"] is not None]
+        return {
+            "batch_digest": batch_digest(batch),
+            "digest_before": before,
+            "digest_after": self._digest(),
+            "master_digest_after": self.trainer.master_digest(),
+            "outcomes": outcomes,
+            "reward_mean": sum(scored) / len(scored) if scored else 0.0,
+            "trainer": self.trainer.fingerprint(),
+            **asdict(metrics),
+        }
+
+    def _compare(self, key: StepKey) -> None:
+        columns = ["batch_digest", "digest_after", "master_digest_after"]
+        committed = one_row(self.lake, "steps", key.columns(), columns) or {}
+        for name, wanted in committed.items():
+            if self.record[name] != wanted:
+                raise ReplayMismatch(
+                    f"{key}: replay gave {name} {self.record[name][:12]}, the record says {wanted[:12]}; the machine, "
+                    "its number of threads or the library versions differ from those of the first pass: see steps.trainer"
+                )
+
+
+class _Saver:
+    """Writes the trainer's state in the background; the trainer must not change until `join` returned."""
+
+    KEPT = 2
+
+    def __init__(self, trainer: Trainer, root: Path, name: str):
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, args=(trainer, root, name), name="save", daemon=True)
+        self.thread.start()
+
+    def _run(self, trainer: Trainer, root: Path, name: str) -> None:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            trainer.save(str(root / name))
+            whole = sorted(p for p in root.iterdir() if p.is_dir() and p.name.replace(".", "").isdigit())
+            for old in whole[: -self.KEPT]:
+                shutil.rmtree(old)
+        except BaseException as err:  # handed to the caller in `join`
+            self.error = err
+
+    def join(self) -> None:
+        """Wait for the save; raises what it raised."""
+        self.thread.join()
+        if self.error:
+            raise StageError(f"saving the trainer's state failed: {self.error}; free some disk space and run again")
+
+
+def _folder_name(step: int, attempt: int) -> str:
+    return f"{step:05d}.{attempt}"

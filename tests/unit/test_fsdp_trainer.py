@@ -1,0 +1,470 @@
+import json
+import math
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_policy import CONFIGS, make_batch, make_folder, make_spec, near_policy, reference
+
+from furlong.ops.policy.loss import NonFiniteError
+from furlong.ops.policy.packing import PackingError
+from furlong.resources.trainers.fsdp import FSDPTrainer
+from furlong.resources.trainers.snapshots import SnapshotError
+
+LOW, HIGH = 0.2, 0.28
+CLOSE = 2e-5
+"""Relative bound on loss and gradients between two float32 computations, or float32 and the float64 reference.
+Rounding is 6e-8 a product; sums over up to 60 terms, two layers and exp magnify it; measured below 3e-6."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {name: make_folder(tmp_path_factory.mktemp(name), name) for name in CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def folder(folders):
+    return folders["llama"]
+
+
+def loaded(folder, **settings) -> FSDPTrainer:
+    trainer = FSDPTrainer(make_spec(folder, **settings), threads=1)
+    trainer.load(folder)
+    return trainer
+
+
+def near(trainer, batch):
+    return near_policy(batch, trainer.logprobs(batch))
+
+
+def gradients(trainer) -> dict[str, torch.Tensor]:
+    return {name: w.grad.clone() for name, w in trainer.masters.weights.items()}
+
+
+def everything(trainer) -> dict[str, torch.Tensor]:
+    return trainer.snapshot()
+
+
+def assert_bitwise(one, other):
+    assert one.keys() == other.keys()
+    assert one
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def assert_close(one, other, bound=CLOSE):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert (one[name].double() - other[name].double()).norm() <= bound * other[name].double().norm(), name
+
+
+@pytest.mark.parametrize("architecture", list(CONFIGS))
+@pytest.mark.parametrize("budget", [512, 24])
+@pytest.mark.parametrize("letters", [61, 2])
+def test_packed_step_equals_the_unpacked_reference(folders, architecture, budget, letters):
+    """Different lengths, one-token replies, a group of one, masked tokens, shared beginnings, split groups."""
+    trainer = loaded(folders[architecture], budget=budget)
+    batch = near(trainer, make_batch(1, letters=letters))
+    assert min(map(len, batch.replies)) == 1
+    loss, logprobs, grads = reference(folders[architecture], batch, LOW, HIGH)
+    for got, want in zip(trainer.logprobs(batch), logprobs, strict=True):
+        assert got == pytest.approx(want, abs=2e-5)
+    metrics = trainer.step(batch)
+    assert metrics.loss == pytest.approx(loss, rel=CLOSE)
+    assert_close(gradients(trainer), grads)
+    assert metrics.grad_norm == pytest.approx(math.sqrt(sum(g.square().sum() for g in grads.values())), rel=CLOSE)
+    assert metrics.tokens_trained == sum(map(sum, batch.masks))
+    assert 0 < metrics.clip_fraction < 1
+
+
+def test_metrics_by_hand(folder):
+    trainer = loaded(folder)
+    batch = near(trainer, make_batch(4))
+    pairs = zip(trainer.logprobs(batch), batch.logprobs, batch.masks, strict=True)
+    d = torch.tensor([a - b for row in pairs for a, b, on in zip(*row, strict=True) if on], dtype=torch.float64)
+    metrics = trainer.step(batch)
+    # Engine values are rounded to float32 in the step, and the two forwards pack differently.
+    assert metrics.mismatch_mean == pytest.approx(float(d.abs().mean()), abs=2e-6)
+    assert metrics.mismatch_max == pytest.approx(float(d.abs().max()), abs=1e-5)
+    assert metrics.mismatch_k3 == pytest.approx(float((d.exp() - 1 - d).mean()), abs=1e-5)
+    assert 0 < metrics.entropy < math.log(61)
+    assert metrics.learning_rate == 1e-3
+
+
+def test_first_adamw_step_by_hand(folder):
+    """After one step AdamW has moved each weight by lr * g / (|g| + eps): its sign times the rate."""
+    trainer = loaded(folder, learning_rate=0.5)
+    before = {name: w.detach().clone() for name, w in trainer.masters.weights.items()}
+    trainer.step(near(trainer, make_batch(2)))
+    for name, grad in gradients(trainer).items():
+        moved = trainer.masters.weights[name].detach() - before[name]
+        torch.testing.assert_close(moved, -0.5 * grad / (grad.abs() + 1e-8), rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_is_clipped_to_the_global_norm(folder):
+    trainer = loaded(folder, max_grad_norm=1e-3)
+    metrics = trainer.step(near(trainer, make_batch(2)))
+    assert metrics.grad_norm > 1e-3
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients(trainer).values()))
+    assert norm == pytest.approx(1e-3, rel=1e-5)
+
+
+@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 1000), budget=st.integers(16, 300), data=st.data())
+def test_loss_and_gradients_do_not_depend_on_layout(folder, seed, budget, data):
+    """Micro-batch split, order of groups and trajectories, padding, added masked trajectories."""
+    batch = make_batch(seed, (3, 2, 4), letters=3)
+    batch = near(loaded(folder), batch)
+    trainer = loaded(folder)
+    want = trainer.step(batch)
+    groups = data.draw(st.permutations(range(len(batch.prompts))))
+    order = data.draw(st.permutations(range(len(batch.group))))
+    pick = lambda values: tuple(values[i] for i in order)  # noqa: E731
+    extra = batch.replies[0]
+    moved = replace(
+        batch,
+        prompts=(*(batch.prompts[g] for g in groups), (1, 2, 3)),
+        group=(*(groups.index(batch.group[i]) for i in order), len(groups)),
+        replies=(*pick(batch.replies), extra),
+        logprobs=(*pick(batch.logprobs), (math.nan,) * len(extra)),
+        masks=(*pick(batch.masks), (False,) * len(extra)),
+        advantages=(*pick(batch.advantages), math.nan),
+        trajectory_ids=(*pick(batch.trajectory_ids), "masked"),
+    )
+    other = loaded(folder, budget=budget)
+    got = other.step(moved)
+    assert_close(gradients(other), gradients(trainer))
+    assert got.tokens_trained == want.tokens_trained
+    assert got.clip_fraction == want.clip_fraction
+    for name in ("loss", "grad_norm", "entropy", "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3"):
+        assert getattr(got, name) == pytest.approx(getattr(want, name), rel=CLOSE, abs=1e-6), name
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_the_same_step_twice_is_bitwise_the_same(folder, compute):
+    one, other = (loaded(folder, compute=compute, budget=40) for _ in range(2))
+    batch = near(one, make_batch(6))
+    assert one.step(batch) == other.step(batch)
+    assert_bitwise(everything(one), everything(other))
+
+
+def test_bfloat16_arithmetic_is_near_float32_and_masters_stay_float32(folder):
+    rough, fine = loaded(folder, compute="bfloat16"), loaded(folder)
+    batch = near(fine, make_batch(6))
+    want, got = fine.step(batch), rough.step(batch)
+    # 8 bits of mantissa through two layers; the loss itself is a difference of large terms.
+    assert got.grad_norm == pytest.approx(want.grad_norm, rel=0.1)
+    assert_close(gradients(rough), gradients(fine), bound=0.2)
+    assert {w.dtype for w in rough.masters.weights.values()} == {torch.float32}
+    rounded = {name: w.bfloat16() for name, w in rough.masters.weights.items()}
+    assert_bitwise(dict(rough.masters.computing), rounded)
+    inv_freq = rough.module.causal.model.rotary_emb.inv_freq
+    assert inv_freq.dtype == torch.float32, "rotary frequencies are never rounded"
+
+
+@pytest.mark.parametrize("what", ["logprobs", "advantages"])
+def test_nan_at_an_active_token_names_the_trajectory_and_changes_nothing(folder, what):
+    trainer = loaded(folder)
+    batch = near(trainer, make_batch(3))
+    trainer.step(batch)
+    before = everything(trainer)
+    index = next(i for i, mask in enumerate(batch.masks) if i and any(mask))
+    values = list(getattr(batch, what))
+    row = [math.nan if on else v for v, on in zip(batch.logprobs[index], batch.masks[index], strict=True)]
+    values[index] = tuple(row) if what == "logprobs" else math.nan
+    with pytest.raises(NonFiniteError, match=f"{batch.trajectory_ids[index]};"):
+        trainer.step(replace(batch, step=2, **{what: tuple(values)}))
+    assert_bitwise(everything(trainer), before)
+    again, other = replace(batch, step=2), loaded(folder)
+    other.step(batch)
+    assert trainer.step(again) == other.step(again), "the failed step left no trace"
+    assert_bitwise(everything(trainer), everything(other))
+
+
+def test_nan_at_a_masked_token_changes_nothing(folder):
+    one, other = loaded(folder), loaded(folder)
+    batch = near(one, make_batch(3))
+    assert not all(map(all, batch.masks))
+    holes = zip(batch.logprobs, batch.masks, strict=True)
+    spoilt = tuple(tuple(v if on else math.nan for v, on in zip(*row, strict=True)) for row in holes)
+    assert one.step(batch) == other.step(replace(batch, logprobs=spoilt))
+    assert_bitwise(everything(one), everything(other))
+
+
+def test_overflowing_ratio_names_the_trajectory(folder):
+    trainer = loaded(folder)
+    batch = near(trainer, make_batch(3))
+    rows = list(batch.logprobs)
+    rows[0] = (-1e4,) * len(rows[0])
+    with pytest.raises(NonFiniteError, match=r"ratio.*trajectory-0;"):
+        trainer.step(replace(batch, logprobs=tuple(rows)))
+
+
+def test_nan_weights_are_named_and_nothing_changes(folder):
+    trainer = loaded(folder)
+    batch = near(trainer, make_batch(3))
+    name = "model.layers.1.mlp.up_proj.weight"
+    with torch.no_grad():
+        trainer.masters.weights[name][0, 0] = math.nan
+    trainer.masters.round()
+    before = {n: t for n, t in everything(trainer).items() if n != f"master/{name}"}
+    with pytest.raises(NonFiniteError, match=name):
+        trainer.step(batch)
+    with pytest.raises(NonFiniteError, match=name):
+        trainer.logprobs(batch)
+    assert_bitwise({n: t for n, t in everything(trainer).items() if n != f"master/{name}"}, before)
+    assert trainer.completed == 0
+
+
+def test_non_finite_gradient_names_the_tensor_and_changes_nothing(folder):
+    trainer = loaded(folder)
+    batch = near(trainer, make_batch(3))
+    before = everything(trainer)
+    poison = trainer.module.causal.model.layers[0].self_attn.q_proj.weight.register_hook(lambda g: g * math.inf)
+    with pytest.raises(NonFiniteError, match=r"gradient of model\.layers\.0\.self_attn\.q_proj\.weight"):
+        trainer.step(batch)
+    poison.remove()
+    assert_bitwise(everything(trainer), before)
+
+
+def test_empty_batch_counts_as_a_step_and_changes_no_weight(folder):
+    trainer = loaded(folder)
+    batch = near(trainer, make_batch(3))
+    silent = replace(batch, masks=tuple((False,) * len(mask) for mask in batch.masks))
+    before = everything(trainer)
+    metrics = trainer.step(silent)
+    assert all(math.isfinite(value) for value in asdict(metrics).values())
+    assert (metrics.loss, metrics.tokens_trained, metrics.grad_norm) == (0.0, 0, 0.0)
+    assert_bitwise(everything(trainer), before | {"step": torch.tensor([1])})
+    nothing = replace(batch, step=2, prompts=(), **dict.fromkeys(("group", "replies", "logprobs", "masks"), ()))
+    assert trainer.step(replace(nothing, advantages=(), trajectory_ids=())).tokens_trained == 0
+    fresh = loaded(folder)
+    fresh.completed = 2
+    assert trainer.step(replace(batch, step=3)) == fresh.step(replace(batch, step=3)), "AdamW's count did not move"
+
+
+def test_steps_come_in_order(folder):
+    trainer = loaded(folder)
+    batch = near(trainer, make_batch(3))
+    for step in (0, 2):
+        with pytest.raises(ValueError, match=f"asked for step {step} after step 0"):
+            trainer.step(replace(batch, step=step))
+    trainer.step(batch)
+    with pytest.raises(ValueError, match="asked for step 1 after step 1"):
+        trainer.step(batch)
+
+
+CONTINUE = """
+import sys
+from dataclasses import replace
+sys.path.insert(0, sys.argv[1])
+from tiny_policy import make_batch, make_spec
+from furlong.resources.trainers.fsdp import FSDPTrainer
+trainer = FSDPTrainer(make_spec(sys.argv[2], compute=sys.argv[4], warmup_steps=3), threads=1)
+done = trainer.restore(sys.argv[3])
+for step in (3, 4):
+    trainer.step(make_batch(step, step=step))
+trainer.save(sys.argv[3] + "-after")
+print(done, trainer.master_digest())
+"""
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_two_and_two_steps_in_another_process_equal_four(folder, tmp_path, compute):
+    straight = loaded(folder, compute=compute, warmup_steps=3)
+    for step in (1, 2):
+        straight.step(make_batch(step, step=step))
+    straight.save(str(tmp_path / "two"))
+    for step in (3, 4):
+        straight.step(make_batch(step, step=step))
+    command = [sys.executable, "-c", CONTINUE, str(Path(__file__).parent), folder, str(tmp_path / "two"), compute]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.split()[-2:] == ["2", straight.master_digest()]
+    assert_bitwise(load_file(tmp_path / "two-after" / "state.safetensors"), everything(straight))
+
+
+def test_restore_goes_back_in_place(folder, tmp_path):
+    trainer = loaded(folder)
+    trainer.step(make_batch(1))
+    kept = trainer.snapshot()
+    trainer.write_snapshot(str(tmp_path / "one"), kept)
+    after = [trainer.step(make_batch(2, step=2)), trainer.master_digest()]
+    assert trainer.restore(str(tmp_path / "one")) == 1
+    assert_bitwise(everything(trainer), kept)
+    assert [trainer.step(make_batch(2, step=2)), trainer.master_digest()] == after
+
+
+def test_snapshot_does_not_change_with_the_trainer(folder):
+    trainer = loaded(folder)
+    kept = trainer.snapshot()
+    copies = {name: tensor.clone() for name, tensor in kept.items()}
+    trainer.step(make_batch(1))
+    assert_bitwise(kept, copies)
+
+
+def test_save_replaces_a_folder_and_leaves_no_scraps(folder, tmp_path):
+    trainer = loaded(folder)
+    trainer.save(str(tmp_path / "state"))
+    trainer.step(make_batch(1))
+    trainer.save(str(tmp_path / "state"))
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert trainer.restore(str(tmp_path / "state")) == 1
+
+
+def test_failed_save_keeps_the_state_that_stood_there(folder, tmp_path, monkeypatch):
+    trainer = loaded(folder)
+    trainer.save(str(tmp_path / "state"))
+    trainer.step(make_batch(1))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("furlong.resources.trainers.snapshots.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.save(str(tmp_path / "state"))
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+    assert trainer.restore(str(tmp_path / "state")) == 0
+
+
+def damage_bytes(folder):
+    path = folder / "state.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.write_bytes(raw)
+
+
+def damage_length(folder):
+    path = folder / "state.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage_format(folder):
+    about = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(about | {"format": 99}))
+
+
+def damage_names(folder):
+    from furlong.resources.trainers import snapshots
+
+    tensors = load_file(folder / "state.safetensors")
+    del tensors["exp_avg/model.norm.weight"]
+    about = json.loads((folder / "state.json").read_text())
+    snapshots.write(str(folder), tensors, {"architecture": about["architecture"]})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_bytes, "was damaged"),
+        (damage_length, "no readable state"),
+        (damage_format, "format 99"),
+        (damage_names, "exp_avg/model.norm.weight"),
+        (lambda folder: (folder / "state.json").unlink(), "no readable state"),
+    ],
+)
+def test_damaged_state_is_refused_and_the_trainer_unchanged(folder, tmp_path, damage, message):
+    trainer = loaded(folder)
+    trainer.save(str(tmp_path / "state"))
+    trainer.step(make_batch(1))
+    before = everything(trainer)
+    damage(tmp_path / "state")
+    with pytest.raises(SnapshotError, match=message):
+        trainer.restore(str(tmp_path / "state"))
+    assert_bitwise(everything(trainer), before)
+
+
+@pytest.mark.parametrize("architecture", list(CONFIGS))
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_export_has_the_files_names_and_rounded_masters(folders, architecture, compute):
+    trainer = loaded(folders[architecture], compute=compute)
+    stored = load_file(Path(folders[architecture]) / "model.safetensors")
+    exported = trainer.export()
+    assert_bitwise(exported, {name: tensor.bfloat16() for name, tensor in stored.items()})
+    assert ("lm_head.weight" in exported) == (architecture == "qwen3")
+    assert all(tensor.is_contiguous() for tensor in exported.values())
+    trainer.step(make_batch(1))
+    assert_bitwise(exported, {name: tensor.bfloat16() for name, tensor in stored.items()})
+
+
+def test_master_digest_follows_the_weights(folder):
+    trainer = loaded(folder)
+    first = trainer.master_digest()
+    assert first == loaded(folder, compute="bfloat16").master_digest()
+    trainer.step(make_batch(1))
+    assert trainer.master_digest() != first
+
+
+def spoil(folder, tmp_path, change):
+    target = tmp_path / "model"
+    target.mkdir()
+    for path in Path(folder).iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    change(target)
+    return str(target)
+
+
+def without_a_tensor(target):
+    tensors = load_file(target / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+def with_nan(target):
+    tensors = load_file(target / "model.safetensors")
+    tensors["model.norm.weight"][3] = math.nan
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+def truncated(target):
+    path = target / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def other_architecture(target):
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_a_tensor, "model.norm.weight"),
+        (with_nan, "model.norm.weight has a NaN"),
+        (truncated, "cannot be loaded"),
+        (lambda target: (target / "model.safetensors").unlink(), "cannot be loaded"),
+        (other_architecture, "gpt2"),
+    ],
+)
+def test_bad_model_folder_is_refused(folder, tmp_path, change, message):
+    bad = spoil(folder, tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        loaded(bad)
+
+
+def test_prompt_longer_than_the_context_is_refused(folder):
+    trainer = loaded(folder)
+    batch = make_batch(1)
+    with pytest.raises(PackingError, match="the model takes 64"):
+        trainer.step(replace(batch, prompts=((1,) * 64, *batch.prompts[1:])))
+
+
+def test_nothing_works_before_load(folder):
+    trainer = FSDPTrainer(make_spec(folder), threads=1)
+    for call in (trainer.export, trainer.master_digest, trainer.fingerprint, trainer.snapshot):
+        with pytest.raises(RuntimeError, match="call load"):
+            call()
+    with pytest.raises(ValueError, match="threads=0"):
+        FSDPTrainer(make_spec(folder), threads=0)
+
+
+def test_fingerprint_says_what_decides_the_bits(folder):
+    name = loaded(folder, compute="bfloat16").fingerprint()
+    for part in ("FSDPTrainer", "llama-L2-H32-V61", "compute=bfloat16", "threads=1", torch.__version__):
+        assert part in name

@@ -1,0 +1,261 @@
+"""The stages of a step on a real engine, trainer, verifier and lake, all in this process: no Ray, no Dagster."""
+
+import dataclasses
+import math
+import shutil
+
+import pytest
+
+from furlong.ops import records
+from furlong.ops.spec import Placement, SpecError
+from furlong.ops.stages.context import STAGES, StageError, StepKey
+from furlong.resources.engines.local import LocalEngine
+from furlong.resources.system import System
+from furlong.resources.trainers.host import ReplayMismatch, StepAlreadyTaken, TrainerHost
+
+RUN = "quick"
+
+
+class Silent:
+    """Stands for MLflow here, which has its own test."""
+
+    def log(self, *_):
+        """Nothing to record."""
+
+
+def new_engine(run):
+    model = run.model
+    return LocalEngine(str(model.path), 0, run.spec.model.dtype, 1, list(model.stop_token_ids))
+
+
+def new_trainer(run):
+    lake = run.placement.lake_uri()
+    return TrainerHost(run.spec.canonical(), run.name, str(run.model.path), lake, str(run.folder / "state"), 1)
+
+
+def open_run(root, spec, overrides=None):
+    system = System(Placement(root=str(root), threads=1))
+    system.start_run(spec, overrides or {}, RUN)
+    run = system._load(RUN)
+    vars(run).update(engine=new_engine(run), trainer=new_trainer(run), tracker=Silent())
+    return run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, quick_spec):
+    """A root with the model made once; tests take copies."""
+    root = tmp_path_factory.mktemp("made")
+    open_run(root, quick_spec).verifier.close()
+    return root
+
+
+@pytest.fixture
+def run(made, tmp_path, quick_spec):
+    shutil.copytree(made / "models", tmp_path / "models")
+    run = open_run(tmp_path, quick_spec)
+    yield run
+    run.verifier.close()
+
+
+def take(run, step, attempt=1, stages=STAGES):
+    return {stage: run.perform(stage, StepKey(RUN, step, attempt)) for stage in stages}
+
+
+def live(run):
+    rows = run.lake.read("weight_versions", {"run": RUN, "state": "live"}, ["version", "digest"]).to_pylist()
+    return {row["version"]: row["digest"] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(made, tmp_path_factory, quick_spec):
+    root = tmp_path_factory.mktemp("calm")
+    shutil.copytree(made / "models", root / "models")
+    run = open_run(root, quick_spec)
+    for step in (1, 2, 3):
+        take(run, step)
+    run.verifier.close()
+    return live(run)
+
+
+def test_the_quick_run_trains_on_something(undisturbed):
+    assert len(set(undisturbed.values())) == 4, "every step must change the weights, or other tests show nothing"
+
+
+def test_a_stage_done_twice_adds_nothing(run):
+    first = take(run, 1)
+    assert all(report.wrote for report in first.values())
+    versions = {table: run.lake.version(table) for table in records.TABLES}
+    second = take(run, 1)
+    assert not any(report.wrote for report in second.values())
+    assert {table: run.lake.version(table) for table in records.TABLES} == versions
+    for stage in STAGES:
+        assert second[stage].values == first[stage].values
+
+
+def test_a_nan_log_probability_fails_the_step_and_names_the_trajectory(run, monkeypatch):
+    take(run, 1, stages=("prompts",))
+    honest = run.engine.generate
+
+    def broken(requests):
+        samples = honest(requests)
+        return [dataclasses.replace(samples[0], logprobs=(math.nan, *samples[0].logprobs[1:])), *samples[1:]]
+
+    monkeypatch.setattr(run.engine, "generate", broken)
+    with pytest.raises(StageError, match=r"quick-00001\.1-g000-s00.*nan"):
+        take(run, 1, stages=("rollouts",))
+    assert run.lake.read("trajectories", {"run": RUN}).num_rows == 0
+    monkeypatch.undo()
+    take(run, 1)
+
+
+def test_a_prompt_longer_than_the_context_is_refused_before_sampling(run):
+    take(run, 1, stages=("prompts",))
+    run.model = dataclasses.replace(run.model, context_length=10)
+    with pytest.raises(StageError, match=r"exceeds the model's context of 10.*max_new_tokens"):
+        take(run, 1, stages=("rollouts",))
+    assert run.lake.read("groups", {"run": RUN}).num_rows == 0
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_a_stage_without_the_one_before_says_what_to_run(run, stage):
+    with pytest.raises(StageError, match="run|needed"):
+        take(run, 1, stages=(stage,))
+
+
+def test_a_step_is_never_taken_twice(run):
+    take(run, 1)
+    with pytest.raises(StepAlreadyTaken, match="attempt 2"):
+        run.trainer.take_step(1, 1)
+    with pytest.raises(StepAlreadyTaken, match="attempt 2"):
+        new_trainer(run).take_step(1, 1)
+
+
+def test_steps_must_come_in_order(run):
+    take(run, 1)
+    with pytest.raises(StageError, match="step 2"):
+        take(run, 3, stages=("rollouts",))
+
+
+def test_a_new_trainer_and_a_new_engine_continue_bitwise(run, undisturbed):
+    take(run, 1)
+    vars(run).update(trainer=new_trainer(run), engine=new_engine(run))
+    take(run, 2)
+    run.trainer.settle()
+    assert (run.folder / "state" / "00002.1").is_dir(), "save_every is 2"
+    vars(run).update(trainer=new_trainer(run), engine=new_engine(run))
+    take(run, 3)
+    assert live(run) == undisturbed
+
+
+def test_a_step_taken_but_not_recorded_is_given_again_not_taken_again(run, undisturbed):
+    take(run, 1)
+    take(run, 2, stages=("rollouts", "rewards"))
+    record = run.trainer.take_step(2, 1)
+    again = run.trainer.take_step(2, 1)
+    assert again == record
+    take(run, 2)
+    take(run, 3)
+    assert live(run) == undisturbed
+
+
+def test_a_trainer_lost_between_record_and_publish_replays(run, undisturbed):
+    take(run, 1)
+    take(run, 2, stages=("rollouts", "rewards", "train_step"))
+    vars(run).update(trainer=new_trainer(run))
+    take(run, 2, stages=("weight_publish",))
+    assert live(run)[2] == undisturbed[2]
+
+
+def test_a_damaged_saved_state_costs_a_replay_and_nothing_else(run, undisturbed):
+    take(run, 1)
+    take(run, 2)
+    run.trainer.settle()
+    saved = run.folder / "state" / "00002.1"
+    for path in saved.glob("*.safetensors"):
+        body = bytearray(path.read_bytes())
+        body[-5] ^= 1
+        path.write_bytes(bytes(body))
+    vars(run).update(trainer=new_trainer(run))
+    take(run, 3)
+    assert live(run) == undisturbed
+    assert [path.name for path in saved.parent.glob("00002.1.damaged-*")]
+
+
+def test_replaying_other_rows_than_recorded_is_an_error(run):
+    take(run, 1)
+    rows = run.lake.read("rewards", {"run": RUN, "step": 1}).to_pylist()
+    rows[0]["score"] = 1.0 - rows[0]["score"]
+    run.lake.replace("rewards", {"run": RUN, "step": 1}, records.rows("rewards", rows))
+    vars(run).update(trainer=new_trainer(run))
+    take(run, 2, stages=("rollouts", "rewards"))
+    with pytest.raises(ReplayMismatch, match="step 1: replay gave batch_digest"):
+        take(run, 2, stages=("train_step",))
+
+
+def test_a_missing_trajectory_stops_the_step(run):
+    take(run, 1, stages=("prompts", "rollouts", "rewards"))
+    rows = run.lake.read("trajectories", {"run": RUN, "step": 1}).to_pylist()[1:]
+    run.lake.replace("trajectories", {"run": RUN, "step": 1}, records.rows("trajectories", rows))
+    with pytest.raises(StageError, match="3 of 4 trajectories"):
+        take(run, 1, stages=("train_step",))
+
+
+def test_an_engine_with_other_bytes_is_not_flipped(run, monkeypatch):
+    take(run, 1, stages=("prompts", "rollouts", "rewards", "train_step"))
+    honest = run.engine.stage
+
+    def corrupt(version, base, deltas):
+        proof = honest(version, base, deltas)
+        name = min(proof.tensors)
+        return dataclasses.replace(proof, tensors={**proof.tensors, name: "0" * 64})
+
+    monkeypatch.setattr(run.engine, "stage", corrupt)
+    with pytest.raises(StageError, match=r"tensor .* has digest 000000000000"):
+        take(run, 1, stages=("weight_publish",))
+    assert set(live(run)) == {0}
+    monkeypatch.undo()
+    take(run, 1, stages=("weight_publish",))
+    assert set(live(run)) == {0, 1}
+
+
+def test_the_newest_step_can_be_repeated_on_purpose(run):
+    for step in (1, 2):
+        take(run, step)
+    before = live(run)
+    take(run, 2, attempt=2)
+    after = live(run)
+    assert set(after) == {0, 1, 2, 3}
+    assert {version: after[version] for version in before} == before
+    rows = {r["version"]: r for r in run.lake.read("weight_versions", {"run": RUN}).to_pylist()}
+    assert (rows[3]["parent"], rows[3]["step"], rows[3]["attempt"]) == (1, 2, 2)
+    take(run, 3)
+    assert run.lake.read("groups", {"run": RUN, "step": 3})["weights_version"].to_pylist() == [3] * 4
+    with pytest.raises(StageError, match="already drawn"):
+        take(run, 2, attempt=3, stages=("rollouts",))
+    with pytest.raises(StageError, match="next attempt would be 2"):
+        take(run, 3, attempt=5, stages=("rollouts",))
+
+
+def test_evals_are_committed_once_per_version(run):
+    take(run, 1, stages=("prompts",))
+    report = run.perform("evals", StepKey(RUN, 1))
+    assert {"greedy_v0", "sampled_v0", "sampled_pass_at_2_v0"} <= set(report.values)
+    rows = run.lake.read("evals", {"run": RUN, "version": 0}).to_pylist()
+    assert {(row["mode"], row["samples"]) for row in rows} == {("greedy", 1), ("sampled", 2)}
+    assert len(rows) == 2 * 8
+    assert not run.perform("evals", StepKey(RUN, 1)).wrote
+
+
+def test_a_run_keeps_its_spec(run, quick_spec):
+    system = System(run.placement)
+    assert system.start_run(quick_spec, {}, RUN) == RUN
+    with pytest.raises(SpecError, match="seed differ"):
+        system.start_run(quick_spec, {"seed": 5}, RUN)
+
+
+def test_an_unfinished_run_is_continued_and_a_new_name_found_otherwise(run, quick_spec):
+    system = System(run.placement)
+    name = system.start_run(quick_spec, {})
+    assert name == f"quick-{run.spec.fingerprint()[:6]}"
+    assert system.start_run(quick_spec, {}) == name
+    assert system.start_run(quick_spec, {"seed": 1}) != name
