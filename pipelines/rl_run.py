@@ -4,6 +4,8 @@ A Dagster run costs seconds, an event milliseconds; so a block of steps is one r
 step, whoever committed it, and a stage that is committed already only reports what stands in the lake.
 """
 
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from dagster import AssetKey, AssetMaterialization, Config, OpExecutionContext, ResourceParam, job, op
@@ -33,32 +35,62 @@ class Block(Config):
 def block(context: OpExecutionContext, config: Block, system: ResourceParam[System]) -> None:
     """Take the run's next steps."""
     name = system.start_run(config.spec, {"seed": config.seed, **config.overrides}, config.run)
-    with system.driving(name, dagster_run=context.run_id) as run:
-        _log(context, run, run.perform("prompts", StepKey(name, 1)))
+    with system.driving(name, dagster_run=context.run_id) as run, Events(context, run) as events:
+        events.log(run.perform("prompts", StepKey(name, 1)))
         first = run.next_step()
         last = min(run.spec.steps, first + config.steps - 1) if config.steps else run.spec.steps
         context.log.info(f"run {name}: steps {first} to {last} of {run.spec.steps}")
         for step in range(first, last + 1):
             with run.step_timer(step):
-                _take(context, run, system.step_key(name, step))
+                _take(run, events, system.step_key(name, step))
         run.finish()
 
 
-def _take(context: OpExecutionContext, run: "OpenRun", key: StepKey) -> None:
-    context.instance.add_dynamic_partitions(STEPS.name, [partition_key(key.run, key.step)])
+def _take(run: "OpenRun", events: "Events", key: StepKey) -> None:
     if evals_before(run.spec, key.step):
         # The engine still serves the version that the step starts from.
-        _log(context, run, run.perform("evals", key))
+        events.log(run.perform("evals", key))
     for stage in STAGES[1:]:
-        _log(context, run, run.perform(stage, key))
+        events.log(run.perform(stage, key))
     if key.step == run.spec.steps:
-        _log(context, run, run.perform("evals", key))
+        events.log(run.perform("evals", key))
 
 
-def _log(context: OpExecutionContext, run: "OpenRun", report: StageReport) -> None:
-    partition = None if report.stage == "prompts" else partition_key(report.key.run, report.key.step)
-    facts = metadata(report, run)
-    context.log_event(AssetMaterialization(AssetKey(report.stage), partition=partition, metadata=facts))
+class Events:
+    """Writes materialisations in the background and in order: Dagster's event log syncs to disk several times for each.
+
+    The lake has the rows before an event is even queued, so an event lost in a crash costs a line in the UI, no data.
+    Leaving the block waits for all of them and raises what any of them raised.
+    """
+
+    DEADLINE = 120.0
+
+    def __init__(self, context: OpExecutionContext, run: "OpenRun"):
+        self._context, self._run = context, run
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="events")
+        self._waiting: deque[Future] = deque()
+
+    def log(self, report: StageReport) -> None:
+        """Queue the materialisation of a stage; raises if an earlier one could not be written."""
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft().result()
+        self._waiting.append(self._pool.submit(self._write, report, metadata(report, self._run)))
+
+    def _write(self, report: StageReport, facts: dict[str, Any]) -> None:
+        partition = None
+        if report.stage != "prompts":
+            partition = partition_key(report.key.run, report.key.step)
+            self._context.instance.add_dynamic_partitions(STEPS.name, [partition])
+        event = AssetMaterialization(AssetKey(report.stage), partition=partition, metadata=facts)
+        self._context.log_event(event)
+
+    def __enter__(self) -> "Events":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self._pool.shutdown(wait=True)
+        for future in self._waiting:
+            future.result(timeout=self.DEADLINE)
 
 
 @job(description="Take a run's next steps: start it, or go on after its last committed step.")

@@ -22,8 +22,9 @@ from furlong.resources.run_lock import exclusive
 
 ANSWER_SECONDS = 10.0
 """How long an address may take to answer before it counts as unreachable."""
-LOSS_IS_AN_ERROR = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400"}
-"""A driver whose head is gone for 60 s would be ended by Ray without a word; a call that fails tells what happened."""
+DRIVER_SETTINGS = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400", "RAY_gcs_server_port_wait_time_s": "5"}
+"""Ray would end a driver, without a word, 60 s after its head is gone; here the call that fails tells what happened.
+And a refused token is tried again for 5 s instead of 20."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _connecting = threading.Lock()
 _connected = ""
@@ -40,7 +41,7 @@ def ensure_cluster(placement: Placement) -> None:
             `placement.start_deadline`; the message says what to set.
     """
     with _connecting:
-        os.environ.update(LOSS_IS_AN_ERROR)
+        os.environ.update(DRIVER_SETTINGS)
         if placement.ray_address:
             _connect(placement, placement.ray_address, "FURLONG_RAY_ADDRESS")
         else:

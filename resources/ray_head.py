@@ -33,7 +33,9 @@ LONGEST_TEMP_DIR = 38
 ATTEMPTS = 3
 """Ports tried before giving up; between choosing a free port and binding it another process may take it."""
 END_DEADLINE = 30.0
-NOT_INHERITED = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_gcs_rpc_server_reconnect_timeout_s")
+NOT_INHERITED = (
+    "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_gcs_rpc_server_reconnect_timeout_s", "RAY_gcs_server_port_wait_time_s",
+)  # fmt: skip
 """A driver's settings that would mean something else to a head."""
 
 

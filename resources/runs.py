@@ -18,7 +18,7 @@ from furlong.ops.history import load_series
 from furlong.ops.report import build_report
 from furlong.ops.spec import Placement, RunSpec
 from furlong.ops.stages.chain import committed_steps, delta_path, one_row, version_row
-from furlong.ops.stages.context import Run, StageReport, StepKey
+from furlong.ops.stages.context import Run, StageError, StageReport, StepKey
 from furlong.ops.stages.evals import evals
 from furlong.ops.stages.prompts import prompts
 from furlong.ops.stages.rewards import rewards
@@ -106,6 +106,13 @@ class OpenRun:
     def context_length(self) -> int:
         return self.model.context_length
 
+    @cached_property
+    def train_prompts(self) -> int:
+        count = self.lake.count("prompts", {"dataset": self.dataset, "split": "train"})
+        if not count:
+            raise StageError(f"run {self.name}: dataset {self.dataset} has no training prompts; run `prompts` first")
+        return count
+
     def render(self, question: str) -> list[int]:
         return render_prompt(self.tokenizer, self.spec.data.system, question)
 
@@ -150,15 +157,14 @@ class OpenRun:
         return self._series.get(value, [])
 
     def _remember(self, report: StageReport) -> None:
+        numbers = {k: float(v) for k, v in report.values.items() if isinstance(v, (int, float))}
         self.series("reward_mean")
-        numbers = {k: v for k, v in report.values.items() if isinstance(v, (int, float))}
         for name, value in numbers.items():
             known = dict(self._series.setdefault(name, []))
-            known[report.key.step] = float(value)
+            known[report.key.step] = value
             self._series[name] = sorted(known.items())
         if report.stage != "prompts":
-            facts = {f"{report.stage}/{name}": float(value) for name, value in numbers.items()}
-            self.tracker.log(report.key.step, {**facts, f"{report.stage}/seconds": report.seconds})
+            self.tracker.gather(report.key.step, report.stage, {**numbers, "seconds": report.seconds})
 
     def links(self) -> dict[str, str]:
         """Where else to look at this run."""
@@ -185,6 +191,7 @@ class OpenRun:
         """Measure a step's wall time beside the time its stages report."""
         with self.drive.step(step):
             yield
+        self.tracker.log()
         if self.observer:
             self.observer.step_finished(step, self.drive)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from furlong.ops.identity import fingerprint
 from furlong.ops.spec import Placement, RunSpec, SpecError, load_spec, parse_spec
-from furlong.ops.stages.chain import committed_steps, current_attempt, one_row, version_row
+from furlong.ops.stages.chain import attempts, committed_steps, one_row, version_row
 from furlong.ops.stages.context import StepKey
 
 
@@ -72,7 +72,7 @@ class System:
         from furlong.resources.lake import Lake
 
         lake = self._open[run].lake if run in self._open else Lake(self.placement.lake_uri())
-        return StepKey(run, step, attempt or current_attempt(lake, run, step))
+        return StepKey(run, step, attempt or max(1, attempts(lake, run, step)))
 
     def _load(self, name: str) -> Any:
         from furlong.resources.lake import Lake

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +25,8 @@ class Tracker:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
         self._opened: Future = self._pool.submit(self._open)
         self._waiting: list[Future] = []
+        self._gathered: dict[int, dict[str, float]] = {}
+        self._written: dict[str, int] = {}
 
     def _open(self) -> tuple[Any, str, str]:
         from mlflow.tracking import MlflowClient
@@ -37,7 +40,11 @@ class Tracker:
         )
         found = client.search_runs([identity], f"tags.`furlong.run` = '{self.run}'")
         if found:
-            return client, identity, found[0].info.run_id
+            run_id = found[0].info.run_id
+            # A step that is driven again after a kill must not appear twice.
+            for name in found[0].data.metrics:
+                self._written[name] = max(metric.step for metric in client.get_metric_history(run_id, name))
+            return client, identity, run_id
         tags = {"furlong.run": self.run, "furlong.spec_fingerprint": self.spec.fingerprint()}
         made = client.create_run(identity, run_name=self.run, tags=tags)
         for section, fields in self.spec.model_dump(mode="json").items():
@@ -45,22 +52,31 @@ class Tracker:
                 client.log_param(made.info.run_id, f"{section}.{name}".rstrip("."), str(value)[:500])
         return client, identity, made.info.run_id
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Record numbers of a step; a number that is there already is not written twice."""
-        self._submit(self._log, step, values)
+    def gather(self, step: int, stage: str, values: dict[str, float]) -> None:
+        """Keep numbers of a step until `log`."""
+        self._gathered.setdefault(step, {}).update({f"{stage}/{name}": value for name, value in values.items()})
 
-    def _log(self, step: int, values: dict[str, float]) -> None:
-        import time
+    def log(self) -> None:
+        """Write what was gathered, in one request."""
+        if self._gathered:
+            self._submit(self._log, self._gathered)
+            self._gathered = {}
 
+    def _log(self, gathered: dict[int, dict[str, float]]) -> None:
         from mlflow.entities import Metric
 
         client, _, run_id = self._opened.result()
-        known = client.get_run(run_id).data.metrics
         now = int(time.time() * 1000)
-        fresh = [Metric(name, value, now, step) for name, value in values.items()]
-        if any(name in known for name in values):
-            fresh = [m for m in fresh if all(old.step != step for old in client.get_metric_history(run_id, m.key))]
-        client.log_batch(run_id, metrics=fresh)
+        fresh = [
+            Metric(name, value, now, step)
+            for step, values in gathered.items()
+            for name, value in values.items()
+            if step > self._written.get(name, 0)
+        ]
+        for metric in fresh:
+            self._written[metric.key] = metric.step
+        if fresh:
+            client.log_batch(run_id, metrics=fresh)
 
     def link_dagster(self, dagster_run: str) -> None:
         """Tag the MLflow run with the Dagster run that drives it now."""
@@ -78,6 +94,7 @@ class Tracker:
 
     def finish(self, report: dict[str, Any]) -> None:
         """Write out everything and mark the run finished; raises the first error of any write before."""
+        self.log()
         self._submit(self._end, {k: v for k, v in report.items() if isinstance(v, (int, float))})
         self.flush()
 

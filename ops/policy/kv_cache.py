@@ -127,7 +127,9 @@ class KVCache:
         self._table = None if in_order else torch.from_numpy(table.reshape(-1))
         self._place = None if in_order else torch.from_numpy(place)
 
-    def _by_prompt(self, x: Float[Tensor, "rows kv_heads group n"]) -> Float[Tensor, "prompts_kv_heads replies_group n"]:
+    def _by_prompt(
+        self, x: Float[Tensor, "rows kv_heads group n"]
+    ) -> Float[Tensor, "prompts_kv_heads replies_group n"]:
         _, K, G, n = x.shape
         table = x if self._table is None else x[self._table]
         U = self._live_prompts

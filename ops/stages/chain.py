@@ -75,16 +75,15 @@ def delta_path(lake: LakeLike, run: str, version: int) -> list[int]:
         at = rows[at]["parent"]
 
 
-def current_attempt(lake: LakeLike, run: str, step: int) -> int:
-    """The attempt of a step that has any rollouts, else 1."""
-    return max(lake.read("groups", {"run": run, "step": step}, ["attempt"])["attempt"].to_pylist(), default=1)
+def attempts(lake: LakeLike, run: str, step: int) -> int:
+    """The newest attempt of a step that has rollouts; 0 when none has."""
+    return max(lake.read("groups", {"run": run, "step": step}, ["attempt"])["attempt"].to_pylist(), default=0)
 
 
-def check_repeatable(lake: LakeLike, key: StepKey) -> None:
+def check_repeatable(lake: LakeLike, key: StepKey, last: int) -> None:
     """A new attempt is allowed only on the newest step: later steps were built on the old one."""
-    if key.attempt == current_attempt(lake, key.run, key.step):
+    if key.attempt <= 1 and last == 0:
         return
-    last = current_attempt(lake, key.run, key.step)
     if key.attempt != last + 1:
         raise StageError(f"{key}: the next attempt would be {last + 1}; set attempt to that, or 0 for the current one")
     if lake.read("groups", {"run": key.run, "step": key.step + 1}, ["step"]).num_rows:

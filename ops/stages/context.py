@@ -61,6 +61,8 @@ class Run(Protocol):
     verifier: Verifier
     trainer: StepTrainer
     context_length: int
+    train_prompts: int
+    """Number of training prompts in the dataset, as committed."""
 
     def render(self, question: str) -> list[int]:
         """Token ids of a question as the model's chat template puts it, ready for the reply."""

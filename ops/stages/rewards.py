@@ -13,15 +13,15 @@ from furlong.ops.tasks.scoring import verifier_version
 def rewards(run: Run, key: StepKey) -> StageReport:
     """Commit one row of `rewards` per trajectory of the step."""
     with reporting("rewards", key) as report:
-        if not run.lake.read("rewards", key.columns(), ["trajectory_id"]).num_rows:
+        rows = run.lake.read("rewards", key.columns()).to_pylist()
+        if not rows:
             rows = _score(run, key, report)
             report.note(run.lake.commit_once("rewards", key.columns(), records.rows("rewards", rows)))
-        found = run.lake.read("rewards", key.columns(), ["verdict", "score"]).to_pylist()
-        scores = [row["score"] for row in found if row["score"] is not None]
+        scores = [row["score"] for row in rows if row["score"] is not None]
         report.values = {
             "reward_mean": sum(scores) / len(scores) if scores else 0.0,
             "scored": len(scores),
-            **{f"verdict_{name}": n for name, n in sorted(Counter(row["verdict"] for row in found).items())},
+            **{f"verdict_{name}": n for name, n in sorted(Counter(str(row["verdict"]) for row in rows).items())},
         }
     return report
 

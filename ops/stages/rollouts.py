@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from furlong.ops import records
 from furlong.ops.identity import counter_seed
@@ -19,28 +20,26 @@ from furlong.ops.tasks.prompts import draw
 def rollouts(run: Run, key: StepKey) -> StageReport:
     """Commit `trajectories`, then `groups`: once the groups stand, so do all their trajectories."""
     with reporting("rollouts", key) as report:
-        check_repeatable(run.lake, key)
-        groups = run.lake.read("groups", key.columns())
-        if not groups.num_rows:
+        known = run.lake.read("groups", {"run": key.run, "step": key.step})
+        groups = known.filter(pc.field("attempt") == key.attempt)
+        trajectories = run.lake.read("trajectories", key.columns()) if groups.num_rows else None
+        if trajectories is None:
+            check_repeatable(run.lake, key, max(known["attempt"].to_pylist(), default=0))
             version = starting_version(run.lake, key)
             groups = _groups(run, key, version)
-            kept = run.lake.read("trajectories", key.columns(), ["trajectory_id"])
-            if not kept.num_rows:
+            trajectories = run.lake.read("trajectories", key.columns())
+            if not trajectories.num_rows:
                 trajectories = _trajectories(run, key, groups, version, report)
                 report.note(run.lake.commit_once("trajectories", key.columns(), trajectories))
             report.note(run.lake.commit_once("groups", key.columns(), groups))
-        report.values = _summary(run, key)
+        report.values = _summary(groups, trajectories)
     return report
 
 
 def _groups(run: Run, key: StepKey, version: int) -> pa.Table:
     spec = run.spec
-    split = {"dataset": run.dataset, "split": "train"}
-    count = run.lake.read("prompts", split, ["position"]).num_rows
-    if not count:
-        raise StageError(f"{key}: dataset {run.dataset} has no training prompts; run `prompts` first")
-    positions = draw(count, key.step, spec.algorithm.prompts_per_step, spec.seed)
-    wanted = {**split, "position": sorted(set(positions))}
+    positions = draw(run.train_prompts, key.step, spec.algorithm.prompts_per_step, spec.seed)
+    wanted = {"dataset": run.dataset, "split": "train", "position": sorted(set(positions))}
     drawn = run.lake.read("prompts", wanted, ["position", "prompt_id", "question"]).to_pylist()
     by_position = {row["position"]: row for row in drawn}
     rows = []
@@ -121,15 +120,13 @@ def check_sample(request: GenerateRequest, sample: Sample, version: int) -> None
         raise StageError(f"trajectory {name}: sampled by versions {sample.versions}, expected only {version}")
 
 
-def _summary(run: Run, key: StepKey) -> dict[str, Any]:
-    columns = ["tokens", "loss_mask", "finish_reason", "version_spans"]
-    table = run.lake.read("trajectories", key.columns(), columns).to_pylist()
-    lengths = [sum(row["loss_mask"]) for row in table]
-    stopped = sum(row["finish_reason"] == "stop" for row in table)
+def _summary(groups: pa.Table, trajectories: pa.Table) -> dict[str, Any]:
+    lengths = [sum(mask) for mask in trajectories["loss_mask"].to_pylist()]
+    reasons = trajectories["finish_reason"].to_pylist()
     return {
-        "trajectories": len(table),
+        "trajectories": len(lengths),
         "reply_tokens": sum(lengths),
         "mean_reply_tokens": sum(lengths) / len(lengths),
-        "stopped_fraction": stopped / len(table),
-        "weights_version": table[0]["version_spans"][0]["version"],
+        "stopped_fraction": reasons.count("stop") / len(reasons),
+        "weights_version": groups["weights_version"][0].as_py(),
     }

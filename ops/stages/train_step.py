@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from furlong.ops import records
-from furlong.ops.stages.chain import next_version, one_row, starting_version
-from furlong.ops.stages.context import Run, StageReport, StepKey, reporting
+from furlong.ops.stages.chain import next_version, one_row
+from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
 
 SHOWN = (
     "reward_mean", "loss", "grad_norm", "learning_rate", "tokens_trained", "clip_fraction", "entropy",
@@ -21,10 +21,12 @@ def train_step(run: Run, key: StepKey) -> StageReport:
     with reporting("train_step", key) as report:
         row = one_row(run.lake, "steps", key.columns())
         if row is None:
-            before = starting_version(run.lake, key)
+            drawn = run.lake.read("groups", key.columns(), ["weights_version"])["weights_version"].to_pylist()
+            if not drawn:
+                raise StageError(f"{key}: there are no groups to train on; run its rollouts first")
             record = report.work(lambda: run.trainer.take_step(key.step, key.attempt))
             after = next_version(run.lake, key)
-            row = {**key.columns(), **record, "version_before": before, "version_after": after}
+            row = {**key.columns(), **record, "version_before": drawn[0], "version_after": after}
             report.note(run.lake.commit_once("steps", key.columns(), records.rows("steps", [row])))
         report.values = {name: row[name] for name in SHOWN} | _dispositions(row)
     return report

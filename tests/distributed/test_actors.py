@@ -181,11 +181,11 @@ def test_interrupt_while_waiting(counter: Actor, placement: Placement, drive: Ca
     code = (
         "from furlong.resources.actors import call, find_or_start\n"
         f"actor = find_or_start('counter', 'r', {COUNTER!r}, (5,), placement, 2)\n"
-        "print('waiting', flush=True)\n"
+        "print('waiting', actor.name.code, flush=True)\n"
         "call(actor, 'sleep', 50.0)\n"
     )
     driver = drive(placement.folder, code)
-    assert driver.stdout.readline() == "waiting\n"
+    assert driver.stdout.readline() == f"waiting {code_hash()}\n"
     time.sleep(0.5)
     driver.send_signal(signal.SIGINT)
     begin = time.monotonic()

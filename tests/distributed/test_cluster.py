@@ -138,7 +138,7 @@ def test_addresses_that_are_no_ray_fail_soon_and_say_why(
             seconds, _, message = result(driver).partition(" ")
             assert reason in message
             assert addresses[reason] in message
-            assert float(seconds) < 40
+            assert float(seconds) < 30
 
 
 @pytest.mark.parametrize("address", ["somewhere", "ray://host:10001", "host:", "1.2.3.4:http"])

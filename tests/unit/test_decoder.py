@@ -5,13 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
 from furlong.ops.policy.architecture import Architecture, read_architecture, read_stop_ids
 from furlong.ops.policy.checkpoint import read_tensors
 from furlong.ops.policy.decoder import Decoder, same_bits
 from furlong.ops.policy.kv_cache import CachePool, KVCache, close_gaps
 from furlong.ops.policy.manifest import ModelError
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -79,7 +80,7 @@ def test_ragged_decode_matches_transformers(saved):
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16(saved):
-    folder, model = saved
+    folder, _ = saved
     arch, decoder = make(folder, torch.bfloat16)
     row = torch.randint(arch.vocab, (20,), generator=torch.Generator().manual_seed(2)).tolist()
     got = teacher_forced(arch, decoder, [row], [8])[0].float()

@@ -480,7 +480,8 @@ def test_a_process_that_read_the_lake_exits_cleanly(tmp_path):
         "created_at": 0.0,
     }  # fmt: skip
     Lake(str(tmp_path)).commit_once("runs", {"run": "r"}, records.rows("runs", [row]))
-    code = f"from furlong.resources.lake import Lake\nfor _ in range(3): Lake({str(tmp_path)!r}).read('runs', {{'run': 'r'}})"
+    read = f"Lake({str(tmp_path)!r}).read('runs', {{'run': 'r'}})"
+    code = f"from furlong.resources.lake import Lake\nfor _ in range(3): {read}"
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr

@@ -3,9 +3,13 @@
 import ctypes
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
 from furlong.ops.policy.decoder import WeightsError
 from furlong.ops.policy.generate import RequestError
 from furlong.ops.policy.manifest import ModelError
@@ -15,8 +19,6 @@ from furlong.ops.weights.delta import DeltaError, encode
 from furlong.ops.weights.digest import manifest, weights_digest
 from furlong.resources.engines.local import LocalEngine
 from furlong.resources.engines.step_gate import EngineError
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 SIZES = {
     "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -151,7 +153,10 @@ BAD_REQUESTS = [
     ([ask("a", [])], "request 'a': the prompt is empty"),
     ([ask("a", [1]), ask("b", [3, 131])], "request 'b': token id 131 is outside the vocabulary of 131"),
     ([ask("a", [-1])], "token id -1"),
-    ([ask("a", [1] * 1000, new=25)], r"request 'a': .* 1000 tokens and max_new_tokens=25 make 1025, .* context of 1024"),
+    (
+        [ask("a", [1] * 1000, new=25)],
+        r"request 'a': .* 1000 tokens and max_new_tokens=25 make 1025, .* context of 1024",
+    ),
     ([ask("a", [1]), ask("a", [2])], "request 'a' occurs twice"),
     ([ask("a", [1], new=0)], "max_new_tokens=0"),
     ([ask("a", [1], temperature=-1.0)], "temperature=-1.0"),
@@ -172,7 +177,7 @@ def test_weights_that_give_nan_name_the_request(tmp_path, folder):
     tensors = load_file(f"{folder}/model.safetensors")
     tensors["model.embed_tokens.weight"][77, 3] = float("nan")  # tied: input 77, and every row's logit of 77
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes(open(f"{folder}/config.json", "rb").read())
+    (tmp_path / "config.json").write_bytes(Path(f"{folder}/config.json").read_bytes())
     engine = LocalEngine(str(tmp_path), 0, "float32", 1)
     for temperature in (0.0, 1.0):
         with pytest.raises(NonFiniteLogits, match="request the-one"):
@@ -185,7 +190,7 @@ def test_constructor_refuses(folder, tmp_path):
         LocalEngine(folder, 0, "float16", 1, [7])
     with pytest.raises(EngineError, match="stop id 131"):
         LocalEngine(folder, 0, "float32", 1, [7, 131])
-    with pytest.raises(ModelError, match="config.json cannot be read"):
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
         LocalEngine(str(tmp_path), 0, "float32", 1, [7])
 
 
@@ -329,7 +334,7 @@ def test_stage_then_activate(engine, folder, tmp_path):
     after = engine.generate(requests())
     assert [s.tokens for s in after] != [s.tokens for s in before]
     save_file(new, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes(open(f"{folder}/config.json", "rb").read())
+    (tmp_path / "config.json").write_bytes(Path(f"{folder}/config.json").read_bytes())
     fresh = LocalEngine(str(tmp_path), 4, "float32", 1, [7])
     assert without_time(fresh.generate(requests())) == without_time(after)
     assert fresh.attest() == proof

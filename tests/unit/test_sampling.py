@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from furlong.ops.policy.sampling import NonFiniteLogits, draw, uniforms
 
 ALMOST_ONE = math.nextafter(1.0, 0.0)
