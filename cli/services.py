@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -13,9 +15,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 
 def ui(
-    port: Annotated[
-        int | None, typer.Option(help="Port; by default 3000 or, if taken, a free one.")
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port; by default 3000 or, if taken, a free one.")] = None,
 ) -> None:
     """Open the Dagster UI on this root's runs, until Ctrl-C."""
     from furlong.ops.spec import Placement
@@ -24,6 +24,7 @@ def ui(
 
     with _plain_errors():
         placement = Placement.from_env()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         try:
             console.print("starting the Dagster UI ...")
             with start(placement, port) as running:

@@ -259,9 +259,17 @@ def _obituary(actor: Actor, method: str, cause: str) -> str:
 
 
 def _overrun(actor: Actor, method: str, seconds: float) -> str:
-    setting = "FURLONG_START_DEADLINE" if method == "start" else "FURLONG_STAGE_DEADLINE"
+    import ray
+
+    setting, slow = "FURLONG_STAGE_DEADLINE", "it was only slow"
+    if method == "start":
+        free = {kind: ray.available_resources().get(kind, 0) for kind in ("CPU", "GPU")}
+        setting, slow = (
+            "FURLONG_START_DEADLINE",
+            f"it was only slow, not waiting for one of Ray's free resources {free}",
+        )
     return (
         f"{actor.name.role}.{method} of run {actor.name.run} did not return within {seconds:.0f} s, and its process "
-        f"was ended; raise {setting} if it was only slow, and run the same command again. Last lines of {actor.log}:\n"
+        f"was ended; raise {setting} if {slow}, and run the same command again. Last lines of {actor.log}:\n"
         f"{last_lines(actor.log, SHOWN_LINES, BANNER)}"
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ HOST = "127.0.0.1"
 USUAL_PORT = 3000
 POLITE_SECONDS = 10.0
 END_DEADLINE = 30.0
-MODULE = "furlong.pipelines.definitions"
+WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
 
 
 class ServiceError(RuntimeError):
@@ -53,14 +52,14 @@ def ui(placement: Placement, port: int | None = None) -> Iterator[Ui]:
     if others := marked(mark("ui", placement.folder)):
         raise ServiceError(f"the UI of {placement.folder} runs already (process {others[0].pid}); `make down` ends it")
     port = _choose_port(port)
-    home = ensure_dagster_home(placement)
+    ensure_dagster_home(placement)
     close_orphaned_runs(placement)
-    common = ["-m", MODULE, "--log-level", "warning"]
+    common = ["-w", str(WORKSPACE), "--log-level", "warning"]
     web = ["-m", "dagster_webserver", "-h", HOST, "-p", str(port), *common]
     try:
         children = {
-            "webserver": _spawn(placement, "webserver", web, home),
-            "daemon": _spawn(placement, "daemon", ["-m", "dagster._daemon", "run", *common], home),
+            "webserver": _spawn(placement, "webserver", web),
+            "daemon": _spawn(placement, "daemon", ["-m", "dagster._daemon", "run", *common]),
         }
         running = Ui(f"http://{HOST}:{port}", port, children)
         _wait_until_up(placement, running)
@@ -70,8 +69,7 @@ def ui(placement: Placement, port: int | None = None) -> Iterator[Ui]:
 
 
 def serve(placement: Placement, running: Ui) -> None:
-    """Return never, or raise: ServiceError when a child ends, KeyboardInterrupt on Ctrl-C, SystemExit on SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    """Wait until something ends it: ServiceError when a child ends, KeyboardInterrupt on Ctrl-C."""
     while True:
         _check(placement, running)
         time.sleep(0.5)
@@ -94,7 +92,7 @@ def _choose_port(asked: int | None) -> int:
     raise ServiceError(f"port {asked} is in use; give another --port, or none to have a free one chosen")
 
 
-def _spawn(placement: Placement, name: str, arguments: list[str], home: Path) -> subprocess.Popen:
+def _spawn(placement: Placement, name: str, arguments: list[str]) -> subprocess.Popen:
     path = _log(placement, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | mark("ui", placement.folder) | {"FURLONG_ROOT": str(placement.folder)}
@@ -102,7 +100,7 @@ def _spawn(placement: Placement, name: str, arguments: list[str], home: Path) ->
         # A session of its own: Ctrl-C in the terminal is for us, and we end the children in good order.
         return subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            cwd=home, env=environment | {"PYTHONUNBUFFERED": "1"},
+            env=environment | {"PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from furlong.ops.protocols import GenerateRequest, Sample
 
 CACHE_BYTES = 512 * 2**20
 """Largest key/value cache of a wave of more than one reply."""
+MOST_LOGITS = 2**26
+"""Most logits of one step, rows times vocabulary."""
 
 
 class RequestError(ValueError):
@@ -80,16 +82,19 @@ def check_requests(requests: list[GenerateRequest], architecture: Architecture) 
 
 
 def _waves(requests: list[GenerateRequest], architecture: Architecture) -> Iterator[list[GenerateRequest]]:
-    """Consecutive requests whose cache, as wide as the longest prompt and reply among them, fits CACHE_BYTES."""
+    """Consecutive requests whose cache, as wide as the longest prompt and reply among them, and whose logits fit."""
     slot_bytes = 2 * architecture.layers * architecture.kv_heads * architecture.head_dim * torch.float32.itemsize
+    most_rows = max(1, MOST_LOGITS // architecture.vocab)
     wave: list[GenerateRequest] = []
+    prompts: set[tuple[int, ...]] = set()
+    longest = reply = 0
     for request in requests:
-        longer = [*wave, request]
-        prompts = {r.prompt for r in longer}
-        slots = len(prompts) * max(map(len, prompts)) + len(longer) * max(r.max_new_tokens for r in longer)
-        if wave and slots * slot_bytes > CACHE_BYTES:
+        prompts.add(request.prompt)
+        longest, reply = max(longest, len(request.prompt)), max(reply, request.max_new_tokens)
+        slots = len(prompts) * longest + (len(wave) + 1) * reply
+        if wave and (slots * slot_bytes > CACHE_BYTES or len(wave) == most_rows):
             yield wave
-            longer = [request]
-        wave = longer
+            wave, prompts, longest, reply = [], {request.prompt}, len(request.prompt), request.max_new_tokens
+        wave.append(request)
     if wave:
         yield wave

@@ -77,5 +77,5 @@ def _batch(spec: RunSpec, key: StepKey, rows: list[dict], groups: list[dict], ou
 
 
 def batch_digest(batch: TrainBatch) -> str:
-    """64 hex digits over everything that the optimiser step depends on, beside the weights."""
-    return fingerprint(asdict(batch))
+    """64 hex digits over everything that the optimiser step depends on, beside the weights; names are not part of it."""
+    return fingerprint({name: value for name, value in asdict(batch).items() if name != "trajectory_ids"})

@@ -47,7 +47,7 @@ class LocalEngine:
         """
         if dtype not in DTYPES:
             raise EngineError(f"dtype {dtype!r} is unknown; give one of {', '.join(DTYPES)}")
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._threads = threads or _usable_cores()
         self._dtype = dtype
         self._architecture = read_architecture(folder)
         self._stop_ids = tuple(stop_ids) or read_stop_ids(folder)
@@ -171,3 +171,8 @@ class LocalEngine:
     def _use_threads(self) -> None:
         """PyTorch keeps the count per calling thread, and an actor's methods run in several."""
         torch.set_num_threads(self._threads)
+
+
+def _usable_cores() -> int:
+    # macOS has no affinity masks
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,6 +6,7 @@ One process holds the whole model. Where a step sums over micro-batches (`_accum
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,10 +41,12 @@ class FSDPTrainer:
     """A `Trainer` (ops/protocols.py). Not safe for calls at the same time, save those of `write_snapshot`."""
 
     def __init__(self, spec: RunSpec, threads: int) -> None:
-        if threads < 1:
-            raise ValueError(f"threads={threads}: results depend on the number, so name it; give 1 or more")
-        torch.set_num_threads(threads)
-        self.spec, self.threads = spec, threads
+        """`threads` of PyTorch in this process, which rounding depends on; 0 for all cores it may use."""
+        if threads < 0:
+            raise ValueError(f"threads={threads} is not a number of threads; give 1 or more, or 0 for all cores")
+        self.threads = threads or _usable_cores()
+        torch.set_num_threads(self.threads)
+        self.spec = spec
         self.compute = getattr(torch, spec.trainer.compute_dtype)
         self.completed = 0
         self.module: PolicyModule | None = None
@@ -220,6 +223,10 @@ class FSDPTrainer:
             if bad := self.masters.bad_weight():
                 raise NonFiniteError(f"master weight {bad} has a NaN or an infinity, so: {err}") from err
             raise
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _names(batch: TrainBatch, micro: MicroBatch) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -175,6 +176,25 @@ def test_two_processes_starting_the_same_actor_share_it(
     end_actors(placement, lambda name: False)
     drivers = [drive(placement.folder, code) for _ in range(2)]
     assert len({result(driver) for driver in drivers}) == 1
+
+
+def test_two_roles_started_from_two_threads(counter: Actor, placement: Placement) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(find_or_start, role, "r", COUNTER, (n,), placement) for n, role in enumerate(("a", "b"))]
+        assert [call(future.result(), "add", 0) for future in made] == [0, 1]
+
+
+def test_actor_that_finds_no_room_says_what_is_free(counter: Actor, placement: Placement) -> None:
+    import ray
+
+    room = ray.cluster_resources()["CPU"] - 1  # the counter has one
+    hog = ray.remote(ActorHost).options(num_cpus=room).remote("hog", "r", str(placement.folder / "hog.log"), 1, 0)
+    ray.get(hog.describe.remote(), timeout=60)
+    try:
+        with pytest.raises(ActorTimeout, match=r"FURLONG_START_DEADLINE.*free resources \{'CPU': 0"):
+            find_or_start("other", "r", COUNTER, (1,), placement.model_copy(update={"start_deadline": 1.5}))
+    finally:
+        ray.kill(hog)
 
 
 def test_interrupt_while_waiting(counter: Actor, placement: Placement, drive: Callable[..., subprocess.Popen]) -> None:

@@ -141,6 +141,21 @@ def test_served_keeps_odd_bits(saved):
     assert all(same_bits(served[name], tensors[name]) for name in tensors)
 
 
+def test_machines_that_cannot_pack_compute_the_same(saved, monkeypatch):
+    """PyTorch's own linear in place of the packed one: within 1e-5 in float32, and the same bits served."""
+    folder, _ = saved
+    arch, packed = make(folder)
+    monkeypatch.setattr("furlong.ops.policy.packed_linear.kernel_name", lambda dtype: "aten")
+    _, plain = make(folder)
+    assert packed._head._packed
+    assert not plain._head._packed
+    rows = [[3, 1, 4, 1, 5, 9]]
+    a, b = (teacher_forced(arch, d, rows, [2])[0] for d in (packed, plain))
+    assert (a - b).abs().max() <= 1e-5
+    with torch.inference_mode():
+        assert all(same_bits(packed.served()[name], tensor) for name, tensor in plain.served().items())
+
+
 def test_new_version_shares_what_did_not_change(saved):
     folder, _ = saved
     arch, old = make(folder)

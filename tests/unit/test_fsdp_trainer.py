@@ -19,8 +19,11 @@ from furlong.resources.trainers.snapshots import SnapshotError
 
 LOW, HIGH = 0.2, 0.28
 CLOSE = 2e-5
-"""Relative bound on loss and gradients between two float32 computations, or float32 and the float64 reference.
-Rounding is 6e-8 a product; sums over up to 60 terms, two layers and exp magnify it; measured below 3e-6."""
+"""Bound on gradients between two float32 computations, or float32 and the float64 reference, relative to the tensor's
+norm (a hundredth of the global one for tensors that nearly cancel). Rounding is 6e-8 a product; sums over up to 60
+terms, two layers and exp magnify it: at most 6e-6 was measured."""
+SAME = 1e-5
+"""Absolute bound on means over tokens whose terms are of order 1, such as the loss; at most 2e-6 was measured."""
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +63,12 @@ def assert_bitwise(one, other):
 
 def assert_close(one, other, bound=CLOSE):
     assert one.keys() == other.keys()
+    norms = {name: other[name].double().norm() for name in other}
+    whole = torch.stack(list(norms.values())).norm()
+    assert whole > 0
     for name in one:
-        assert (one[name].double() - other[name].double()).norm() <= bound * other[name].double().norm(), name
+        gap = (one[name].double() - other[name].double()).norm()
+        assert gap <= bound * max(norms[name], whole / 100), name
 
 
 @pytest.mark.parametrize("architecture", list(CONFIGS))
@@ -76,7 +83,7 @@ def test_packed_step_equals_the_unpacked_reference(folders, architecture, budget
     for got, want in zip(trainer.logprobs(batch), logprobs, strict=True):
         assert got == pytest.approx(want, abs=2e-5)
     metrics = trainer.step(batch)
-    assert metrics.loss == pytest.approx(loss, rel=CLOSE)
+    assert metrics.loss == pytest.approx(loss, abs=SAME)
     assert_close(gradients(trainer), grads)
     assert metrics.grad_norm == pytest.approx(math.sqrt(sum(g.square().sum() for g in grads.values())), rel=CLOSE)
     assert metrics.tokens_trained == sum(map(sum, batch.masks))
@@ -97,14 +104,21 @@ def test_metrics_by_hand(folder):
     assert metrics.learning_rate == 1e-3
 
 
-def test_first_adamw_step_by_hand(folder):
-    """After one step AdamW has moved each weight by lr * g / (|g| + eps): its sign times the rate."""
-    trainer = loaded(folder, learning_rate=0.5)
-    before = {name: w.detach().clone() for name, w in trainer.masters.weights.items()}
-    trainer.step(near(trainer, make_batch(2)))
-    for name, grad in gradients(trainer).items():
-        moved = trainer.masters.weights[name].detach() - before[name]
-        torch.testing.assert_close(moved, -0.5 * grad / (grad.abs() + 1e-8), rtol=1e-4, atol=1e-6)
+def test_adamw_over_two_steps_by_hand(folder):
+    """m and v as running means of g and g^2, both divided by 1 - beta^t; decay pulls before the move."""
+    b1, b2, decay = 0.7, 0.9, 0.1
+    trainer = loaded(folder, beta1=b1, beta2=b2, weight_decay=decay, warmup_steps=2, learning_rate=0.02)
+    want = {name: w.detach().double() for name, w in trainer.masters.weights.items()}
+    m, v = ({name: torch.zeros_like(w) for name, w in want.items()} for _ in range(2))
+    for t, rate in ((1, 0.01), (2, 0.02)):
+        assert trainer.step(near(trainer, make_batch(t, step=t))).learning_rate == rate
+        for name, grad in gradients(trainer).items():
+            m[name] = b1 * m[name] + (1 - b1) * grad.double()
+            v[name] = b2 * v[name] + (1 - b2) * grad.double() ** 2
+            move = (m[name] / (1 - b1**t)) / ((v[name] / (1 - b2**t)).sqrt() + 1e-8)
+            want[name] = want[name] * (1 - rate * decay) - rate * move
+    for name, weight in trainer.masters.weights.items():
+        torch.testing.assert_close(weight.detach().double(), want[name], rtol=1e-5, atol=1e-6)
 
 
 def test_gradient_is_clipped_to_the_global_norm(folder):
@@ -143,7 +157,7 @@ def test_loss_and_gradients_do_not_depend_on_layout(folder, seed, budget, data):
     assert got.tokens_trained == want.tokens_trained
     assert got.clip_fraction == want.clip_fraction
     for name in ("loss", "grad_norm", "entropy", "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3"):
-        assert getattr(got, name) == pytest.approx(getattr(want, name), rel=CLOSE, abs=1e-6), name
+        assert getattr(got, name) == pytest.approx(getattr(want, name), rel=CLOSE, abs=SAME), name
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
@@ -178,7 +192,8 @@ def test_nan_at_an_active_token_names_the_trajectory_and_changes_nothing(folder,
     values = list(getattr(batch, what))
     row = [math.nan if on else v for v, on in zip(batch.logprobs[index], batch.masks[index], strict=True)]
     values[index] = tuple(row) if what == "logprobs" else math.nan
-    with pytest.raises(NonFiniteError, match=f"{batch.trajectory_ids[index]};"):
+    said = {"logprobs": "log-probability of the engine", "advantages": "advantage"}[what]
+    with pytest.raises(NonFiniteError, match=f"{said} .*{batch.trajectory_ids[index]};"):
         trainer.step(replace(batch, step=2, **{what: tuple(values)}))
     assert_bitwise(everything(trainer), before)
     again, other = replace(batch, step=2), loaded(folder)
@@ -393,6 +408,16 @@ def test_export_has_the_files_names_and_rounded_masters(folders, architecture, c
     assert_bitwise(exported, {name: tensor.bfloat16() for name, tensor in stored.items()})
 
 
+def test_export_in_float32_is_a_copy(folder):
+    spec = make_spec(folder)
+    trainer = FSDPTrainer(spec.model_copy(update={"model": spec.model.model_copy(update={"dtype": "float32"})}), 1)
+    trainer.load(folder)
+    exported = trainer.export()
+    stored = load_file(Path(folder) / "model.safetensors")
+    trainer.step(make_batch(1))
+    assert_bitwise(exported, stored)
+
+
 def test_master_digest_follows_the_weights(folder):
     trainer = loaded(folder)
     first = trainer.master_digest()
@@ -460,8 +485,8 @@ def test_nothing_works_before_load(folder):
     for call in (trainer.export, trainer.master_digest, trainer.fingerprint, trainer.snapshot):
         with pytest.raises(RuntimeError, match="call load"):
             call()
-    with pytest.raises(ValueError, match="threads=0"):
-        FSDPTrainer(make_spec(folder), threads=0)
+    with pytest.raises(ValueError, match="threads=-1"):
+        FSDPTrainer(make_spec(folder), threads=-1)
 
 
 def test_fingerprint_says_what_decides_the_bits(folder):

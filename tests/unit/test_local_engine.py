@@ -131,6 +131,7 @@ def test_many_waves_answer_in_order(engine, monkeypatch):
     asked = requests(groups=6)
     whole = engine.generate(asked)
     monkeypatch.setattr("furlong.ops.policy.generate.CACHE_BYTES", 60_000)
+    monkeypatch.setattr("furlong.ops.policy.generate.MOST_LOGITS", 131 * 3)
     monkeypatch.setattr("furlong.ops.policy.wave.PREFILL_TOKENS", 5)
     parts = engine.generate(asked)
     assert [s.tokens for s in parts] == [s.tokens for s in whole]
