@@ -138,6 +138,8 @@ class AlgorithmSpec(Frozen):
     """Lower clip of the probability ratio: 1 - clip_low."""
     clip_high: float = Field(0.28, gt=0)
     """Upper clip of the probability ratio: 1 + clip_high."""
+    loss_mean: Literal["sequence", "token"] = "sequence"
+    """`sequence`: each trajectory has the same weight in the loss; `token`: each trained token has."""
     normalise_std: bool = True
     """Divide advantages by the group's standard deviation."""
     learning_rate: float = Field(gt=0)

@@ -19,6 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from furlong.resources.memory import release_freed
+
+WORK_SECONDS = 0.2
+"""A call that took longer may have freed gigabytes, which the other actors need next."""
 BANNER = "=== furlong actor"
 """Starts the line that each actor writes first into its log."""
 
@@ -74,7 +78,11 @@ class ActorHost:
 
     def perform(self, method: str, args: tuple[Any, ...]) -> Any:
         """Call a method of the object."""
-        return _guarded(lambda: getattr(self._held, method)(*args))
+        begin = time.monotonic()
+        result = _guarded(lambda: getattr(self._held, method)(*args))
+        if time.monotonic() - begin > WORK_SECONDS:
+            release_freed()
+        return result
 
 
 def _find(factory: str) -> Callable[..., Any]:

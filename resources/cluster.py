@@ -14,6 +14,7 @@ from furlong.resources.ray_head import (
     ClusterError,
     Head,
     authentication,
+    clear_head,
     running_head,
     start_head,
     stop_head,
@@ -66,8 +67,12 @@ def stop_cluster(placement: Placement) -> list[str]:
     # Saying goodbye to a head that is gone already would take many seconds.
     if ray and ray.is_initialized() and not placement.ray_address and running_head(placement.folder):
         ray.shutdown()
+    if not (placement.folder / "ray").is_dir():
+        return []
     with _start_lock(placement):
-        return stop_head(placement.folder)
+        ended = stop_head(placement.folder)
+        clear_head(placement.folder)
+    return ended
 
 
 def cluster_lives(placement: Placement) -> bool:

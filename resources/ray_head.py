@@ -121,6 +121,14 @@ def stop_head(root: Path) -> list[str]:
     return ended
 
 
+def clear_head(root: Path) -> None:
+    """Remove the sockets and logs that a stopped head left in its temporary folder."""
+    temporary = _temporary_folder(root)
+    shutil.rmtree(temporary, ignore_errors=True)
+    if temporary.parent != root / "ray":
+        temporary.parent.rmdir()
+
+
 def _launch(root: Path, temporary: Path, address: str, until: float) -> Head | None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()

@@ -27,33 +27,47 @@ class Mismatch:
     """Mean of exp(d) - 1 - d: an estimate of KL(engine || trainer) that is never negative."""
 
 
+def token_denominators(lengths: list[int], mean: str) -> list[float]:
+    """n_t of each trajectory's tokens, given how many of its tokens are trained, over all trajectories of a step.
+
+    `sequence`: N * length, i.e. the mean of a trajectory's tokens, then over the N trajectories that have any
+    (Shao et al. 2024, "DeepSeekMath", eq. 3). `token`: all trained tokens, each with the same share (Yu et al. 2025,
+    "DAPO", eq. 8).
+    """
+    if mean == "token":
+        return [float(sum(lengths))] * len(lengths)
+    trained = sum(length > 0 for length in lengths)
+    return [float(trained * length) for length in lengths]
+
+
 def policy_loss(
     logprobs: Float[Tensor, " tokens"],
     engine_logprobs: Float[Tensor, " tokens"],
     advantages: Float[Tensor, " tokens"],
     clip_low: float,
     clip_high: float,
-    denominator: int,
+    denominators: Float[Tensor, " tokens"],
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
-    """L_t = -1/n min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) with r_t = exp(trainer - engine).
+    """L_t = -1/n_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) with r_t = exp(trainer - engine).
 
-    PPO's clipped objective (Schulman et al. 2017, eq. 7) with a clip per side and one token mean over the whole step
-    (Yu et al. 2025, "DAPO", eq. 8). The ratio's denominator is the engine's own log-probability, the distribution
-    the token was really drawn from, so train-rollout mismatch is corrected rather than ignored.
+    PPO's clipped objective (Schulman et al. 2017, eq. 7) with a clip per side (Yu et al. 2025, "DAPO", eq. 8) and
+    the mean that `denominators` describe, taken over the whole step. The ratio's denominator is the engine's own
+    log-probability, the distribution the token was really drawn from, so train-rollout mismatch is corrected rather
+    than ignored.
 
     Args:
         logprobs: the trainer's (nat), of the trained tokens of one micro-batch; differentiable.
         engine_logprobs: as recorded when the tokens were drawn, at the same temperature.
         advantages: each token's trajectory's.
-        denominator: n, the trained tokens of the whole step; sums over micro-batches then do not depend on the split.
+        denominators: n_t from `token_denominators`, so that sums over micro-batches do not depend on the split.
     Returns:
         each token's share of the loss, to be summed; and which tokens had their ratio clipped (and give no gradient).
     Raises:
-        ValueError: a denominator smaller than the number of tokens here.
+        ValueError: the shares of the tokens here add up to more than one, so the denominators are of a part of the step.
     """
-    if denominator < max(logprobs.shape[0], 1):
+    if float((1.0 / denominators.double()).sum()) > 1.0 + 1e-6:
         raise ValueError(
-            f"denominator {denominator} for {logprobs.shape[0]} tokens; pass the trained tokens of the whole step"
+            f"denominators of {logprobs.shape[0]} tokens make more than one mean; take them over the whole step"
         )
     ratio = torch.exp(logprobs - engine_logprobs)
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -61,7 +75,7 @@ def policy_loss(
     with torch.no_grad():
         rises = (advantages > 0) & (ratio > 1.0 + clip_high)
         falls = (advantages < 0) & (ratio < 1.0 - clip_low)
-    return -gain / denominator, rises | falls
+    return -gain / denominators, rises | falls
 
 
 def mismatch(

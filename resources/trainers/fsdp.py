@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from furlong.ops.policy.loss import NonFiniteError, mismatch, policy_loss, require_finite
+from furlong.ops.policy.loss import NonFiniteError, mismatch, policy_loss, require_finite, token_denominators
 from furlong.ops.policy.packing import MicroBatch, check_batch, pack
 from furlong.ops.policy.schedule import learning_rate
 from furlong.ops.protocols import StepMetrics, TrainBatch
@@ -99,7 +99,7 @@ class FSDPTrainer:
             self.completed = batch.step
             return StepMetrics(0.0, 0.0, rate, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         with _deterministic():
-            tally = self._accumulate(batch, trained)
+            tally = self._accumulate(batch)
             gap = mismatch(torch.cat(tally.trainer), torch.cat(tally.engine), tally.names)
             norm = self.masters.gradient_norm()
             self.masters.update(rate, norm)
@@ -190,10 +190,11 @@ class FSDPTrainer:
         config = self.module.causal.config
         check_batch(batch, config.vocab_size, config.max_position_embeddings)
 
-    def _accumulate(self, batch: TrainBatch, trained: int) -> _Tally:
+    def _accumulate(self, batch: TrainBatch) -> _Tally:
         """Forward and backward of every micro-batch; gradients add up in the masters."""
         self.masters.begin()
         tally, algorithm = _Tally(), self.spec.algorithm
+        shares = token_denominators([sum(mask) for mask in batch.masks], algorithm.loss_mean)
         for micro in pack(batch, batch.masks, self.spec.trainer.micro_batch_tokens):
             names = _names(batch, micro)
             where = list(zip(micro.trajectory.tolist(), micro.offset.tolist(), strict=True))
@@ -205,7 +206,8 @@ class FSDPTrainer:
             now = logprobs.detach()
             self._require("log-probability of the trainer", now, names)
             self._require("probability ratio of trainer to engine", torch.exp(now - engine), names)
-            loss, clipped = policy_loss(logprobs, engine, advantages, algorithm.clip_low, algorithm.clip_high, trained)
+            counts = torch.tensor([shares[i] for i, _ in where])
+            loss, clipped = policy_loss(logprobs, engine, advantages, algorithm.clip_low, algorithm.clip_high, counts)
             self._require("loss", loss.detach(), names)
             loss.sum().backward()
             tally.loss += float(loss.detach().double().sum())

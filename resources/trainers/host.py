@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
+
 from furlong.ops.protocols import StepMetrics, TrainBatch, Trainer
 from furlong.ops.spec import parse_spec
 from furlong.ops.stages.batch import assemble, batch_digest
@@ -49,6 +51,7 @@ class TrainerHost:
         self.at: tuple[int, int] | None = None
         self.record: dict[str, Any] | None = None
         self.before: dict[str, Any] | None = None
+        self.made: dict[str, Any] | None = None
         self.after: dict[str, Any] = {}
         self.tensors: list[dict[str, Any]] = []
         self.saver: _Saver | None = None
@@ -79,19 +82,23 @@ class TrainerHost:
 
     def publishable(self, step: int, attempt: int) -> dict[str, Any]:
         """What the step changed in the weights, encoded; version numbers on the rows are the caller's to fill."""
+        if self.at == (step, attempt) and self.made:
+            return self.made
         if self.at != (step, attempt) or self.before is None:
             self._reach(step - 1)
             self._advance(step, attempt)
         digests = {row["name"]: row["digest"] for row in self.tensors}
         rows = delta.encode(0, 0, self.run, self.before, self.after, digests)
-        return {
+        self.made = {
             "deltas": rows,
             "tensors": self.tensors,
             "digest": weights_digest(digests),
             "full_bytes": delta.full_bytes(self.after),
-            "delta_bytes": sum(len(data) for data in rows["data"].to_pylist()),
+            "delta_bytes": pc.sum(pc.binary_length(rows["data"])).as_py() or 0,
             "changed_fraction": delta.changed_fraction(self.before, self.after),
         }
+        self.before = None  # as large as the model, and no longer needed
+        return self.made
 
     def health(self) -> dict[str, Any]:
         """Where the trainer stands."""
@@ -123,7 +130,7 @@ class TrainerHost:
 
     def _restore(self, step: int, chain: dict[int, dict[str, Any]]) -> int:
         """Load the newest saved state on the committed chain at or before `step`, else the base model."""
-        self.at, self.record, self.before = None, None, None
+        self.at, self.record, self.before, self.made = None, None, None, None
         for candidate in range(step, 0, -1):
             folder = self.state_folder / _folder_name(candidate, chain[candidate]["attempt"])
             if not folder.is_dir():
@@ -159,7 +166,7 @@ class TrainerHost:
         self.at = None  # a failure from here on leaves an unknown state, which the next call rebuilds
         metrics = self.trainer.step(batch)
         digest_before = self._digest()
-        self.before, self.after = self.after, self.trainer.export()
+        self.before, self.after, self.made = self.after, self.trainer.export(), None
         self.tensors = manifest(self.after)
         self.record = self._record(batch, outcomes, metrics, digest_before)
         self.record["seconds"] = time.perf_counter() - begin

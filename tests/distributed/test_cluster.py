@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,8 @@ from distributed.conftest import result
 
 from furlong.ops.spec import Placement
 from furlong.resources.cluster import ClusterError, ensure_cluster, stop_cluster
-from furlong.resources.processes import mark, marked
-from furlong.resources.ray_head import running_head, start_head, stop_head, token_file
+from furlong.resources.processes import mark, marked, root_hash
+from furlong.resources.ray_head import running_head, start_head, token_file
 
 CONNECT = """
 from furlong.resources.cluster import ensure_cluster
@@ -32,7 +33,7 @@ print(ray.get_runtime_context().gcs_address, ray.get_runtime_context().namespace
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("a-root-whose-path-is-far-too-long-for-the-sockets-of-ray")
     yield path
-    stop_head(path)
+    stop_cluster(Placement(root=str(path)))
 
 
 def heads(root: Path) -> list[int]:
@@ -76,6 +77,7 @@ def test_stop_ends_ours_and_only_ours(root: Path, drive: Callable[..., subproces
         assert len(ended) >= 5  # head, GCS, raylet, two agents
         assert marked(mark("ray", root)) == []
         assert running_head(root) is None
+        assert not list(Path(tempfile.gettempdir()).glob(f"furlong-*-{root_hash(root)}"))
         assert other.poll() is None
         assert stop_cluster(Placement(root=str(root))) == []
     finally:
@@ -94,7 +96,7 @@ def test_port_in_use_is_tried_no_further(tmp_path: Path) -> None:
             assert head.address == f"127.0.0.1:{free}"
             assert heads(tmp_path) == [head.pid]
         finally:
-            stop_head(tmp_path)
+            stop_cluster(Placement(root=str(tmp_path)))
 
 
 def test_start_that_takes_too_long_says_what_to_set_and_leaves_nothing(tmp_path: Path) -> None:
@@ -103,6 +105,7 @@ def test_start_that_takes_too_long_says_what_to_set_and_leaves_nothing(tmp_path:
     assert "FURLONG_RAY_ADDRESS" in str(caught.value)
     assert str(tmp_path / "ray" / "head.log") in str(caught.value)
     assert marked(mark("ray", tmp_path)) == []
+    stop_cluster(Placement(root=str(tmp_path)))
 
 
 def test_addresses_that_are_no_ray_fail_soon_and_say_why(

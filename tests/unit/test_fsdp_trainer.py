@@ -73,13 +73,13 @@ def assert_close(one, other, bound=CLOSE):
 
 @pytest.mark.parametrize("architecture", list(CONFIGS))
 @pytest.mark.parametrize("budget", [512, 24])
-@pytest.mark.parametrize("letters", [61, 2])
-def test_packed_step_equals_the_unpacked_reference(folders, architecture, budget, letters):
+@pytest.mark.parametrize(("letters", "mean"), [(61, "sequence"), (2, "token")])
+def test_packed_step_equals_the_unpacked_reference(folders, architecture, budget, letters, mean):
     """Different lengths, one-token replies, a group of one, masked tokens, shared beginnings, split groups."""
-    trainer = loaded(folders[architecture], budget=budget)
+    trainer = loaded(folders[architecture], budget=budget, loss_mean=mean)
     batch = near(trainer, make_batch(1, letters=letters))
     assert min(map(len, batch.replies)) == 1
-    loss, logprobs, grads = reference(folders[architecture], batch, LOW, HIGH)
+    loss, logprobs, grads = reference(folders[architecture], batch, LOW, HIGH, mean)
     for got, want in zip(trainer.logprobs(batch), logprobs, strict=True):
         assert got == pytest.approx(want, abs=2e-5)
     metrics = trainer.step(batch)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from furlong.ops.policy import head
 from furlong.ops.policy.head import token_logprobs
-from furlong.ops.policy.loss import NonFiniteError, mismatch, policy_loss
+from furlong.ops.policy.loss import NonFiniteError, mismatch, policy_loss, token_denominators
 
 LOG2 = math.log(2)
 
@@ -15,7 +15,8 @@ LOG2 = math.log(2)
 def loss_of(ratio, advantage, denominator=1, low=0.2, high=0.28):
     logprob = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
     engine, a = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-    loss, clipped = policy_loss(logprob, engine, a, low, high, denominator)
+    counts = torch.tensor([denominator], dtype=torch.float64)
+    loss, clipped = policy_loss(logprob, engine, a, low, high, counts)
     loss.sum().backward()
     return loss.item(), logprob.grad.item(), clipped.item()
 
@@ -38,7 +39,13 @@ def test_by_hand(ratio, advantage, loss, slope, clipped):
 def test_denominator_is_the_whole_steps():
     assert loss_of(1.0, 2.0, denominator=4)[0] == -0.5
     with pytest.raises(ValueError, match="whole step"):
-        loss_of(1.0, 2.0, denominator=0)
+        loss_of(1.0, 2.0, denominator=0.5)
+
+
+def test_denominators_by_hand():
+    assert token_denominators([2, 6, 0], "token") == [8.0, 8.0, 8.0]
+    assert token_denominators([2, 6, 0], "sequence") == [4.0, 12.0, 0.0]
+    assert sum(n / d for n, d in zip([2, 6], [4.0, 12.0], strict=True)) == 1.0
 
 
 @settings(deadline=None, max_examples=50)
@@ -49,12 +56,13 @@ def test_float64_reference_and_split(rows, data):
     for p, q, a in rows:
         r = math.exp(p - q)
         want -= min(r * a, min(max(r, 0.8), 1.28) * a) / len(rows)
-    loss, _ = policy_loss(logprob, engine, advantage, 0.2, 0.28, len(rows))
+    counts = torch.full_like(logprob, len(rows))
+    loss, _ = policy_loss(logprob, engine, advantage, 0.2, 0.28, counts)
     # Sums of at most 12 terms of size at most 41 in double precision.
     assert loss.sum().item() == pytest.approx(want, abs=1e-12)
     cut = data.draw(st.integers(0, len(rows)))
     parts = [
-        policy_loss(logprob[part], engine[part], advantage[part], 0.2, 0.28, len(rows))[0]
+        policy_loss(logprob[part], engine[part], advantage[part], 0.2, 0.28, counts[part])[0]
         for part in (slice(0, cut), slice(cut, None))
     ]
     assert torch.equal(torch.cat(parts), loss)

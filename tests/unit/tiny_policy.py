@@ -83,24 +83,26 @@ def near_policy(batch: TrainBatch, logprobs: list[list[float]], spread: float = 
 
 
 def reference(
-    folder: str, batch: TrainBatch, low: float, high: float
+    folder: str, batch: TrainBatch, low: float, high: float, mean: str = "sequence"
 ) -> tuple[float, list[list[float]], dict[str, Tensor]]:
     """Loss, log-probabilities and gradients, one unpacked sequence at a time in float64.
 
     transformers computes norms and rotary tables in float32 whatever the model's dtype: that alone limits agreement.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
-    trained = sum(map(sum, batch.masks))
+    lengths = [sum(mask) for mask in batch.masks]
+    sequences = sum(length > 0 for length in lengths)
     loss, logprobs = 0.0, []
     for index, reply in enumerate(batch.replies):
         prompt = batch.prompts[batch.group[index]]
         logits = model(torch.tensor([prompt + reply]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         row = torch.log_softmax(logits / batch.temperature, -1)[range(len(reply)), list(reply)]
         logprobs.append(row.tolist())
+        count = sum(lengths) if mean == "token" else sequences * lengths[index]
         for t, on in enumerate(batch.masks[index]):
             if on:
                 ratio, advantage = torch.exp(row[t] - batch.logprobs[index][t]), batch.advantages[index]
                 clipped = min(max(ratio, 1 - low), 1 + high)
-                loss = loss - torch.minimum(ratio * advantage, torch.as_tensor(clipped * advantage)) / trained
+                loss = loss - torch.minimum(ratio * advantage, torch.as_tensor(clipped * advantage)) / count
     loss.backward()
     return float(loss.detach()), logprobs, {name: p.grad for name, p in model.named_parameters()}
