@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +38,7 @@ class LocalEngine:
             folder: a model in Hugging Face layout, served as `version`.
             version: its weights version.
             dtype: `bfloat16` or `float32`: format of the weights and of the projections.
-            threads: of PyTorch in this process; 0 for all cores it may use.
+            threads: of PyTorch in this process; 0 for as many as it was started with.
             stop_ids: tokens that end a reply; those of the folder's configuration when empty.
         Raises:
             ModelError: the folder cannot be used; the message names file and tensor.
@@ -47,7 +46,7 @@ class LocalEngine:
         """
         if dtype not in DTYPES:
             raise EngineError(f"dtype {dtype!r} is unknown; give one of {', '.join(DTYPES)}")
-        self._threads = threads or _usable_cores()
+        self._threads = threads or torch.get_num_threads()
         self._dtype = dtype
         self._architecture = read_architecture(folder)
         self._stop_ids = tuple(stop_ids) or read_stop_ids(folder)
@@ -171,8 +170,3 @@ class LocalEngine:
     def _use_threads(self) -> None:
         """PyTorch keeps the count per calling thread, and an actor's methods run in several."""
         torch.set_num_threads(self._threads)
-
-
-def _usable_cores() -> int:
-    # macOS has no affinity masks
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
