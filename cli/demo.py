@@ -19,7 +19,7 @@ def demo(
     from furlong.cli.live import LiveView
     from furlong.cli.report_view import show_report
     from furlong.ops.spec import Placement, SpecError, load_spec
-    from furlong.resources.dagster_home import ensure_dagster_home
+    from furlong.resources.dagster_home import close_orphaned_runs, ensure_dagster_home
     from furlong.resources.models import resolve
 
     try:
@@ -31,6 +31,7 @@ def demo(
         console.print(f"[red]{err}[/red]")
         raise typer.Exit(2) from err
     ensure_dagster_home(placement)
+    close_orphaned_runs(placement)
     with LiveView(console) as view:
         failure = _drive(placement, view, {"spec": spec, "seed": seed, "run": run})
     if failure is not None:

@@ -277,7 +277,10 @@ class Placement(Frozen):
         return self.threads or len(os.sched_getaffinity(0))
 
     def lake_uri(self) -> str:
-        return self.lake or str(self.folder / "lake")
+        """Where the Delta tables lie; a relative folder is made absolute, as actors work elsewhere."""
+        if "://" in self.lake:
+            return self.lake
+        return str(Path(self.lake).resolve()) if self.lake else str(self.folder / "lake")
 
     def mlflow_uri(self) -> str:
         return self.mlflow or f"sqlite:///{self.folder / 'mlflow.db'}"

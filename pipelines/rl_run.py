@@ -42,7 +42,8 @@ def block(context: OpExecutionContext, config: Block, system: ResourceParam[Syst
         context.log.info(f"run {name}: steps {first} to {last} of {run.spec.steps}")
         for step in range(first, last + 1):
             with run.step_timer(step):
-                _take(run, events, system.step_key(name, step))
+                # Only the first of these steps can have been begun, and so repeated, before.
+                _take(run, events, system.step_key(name, step) if step == first else StepKey(name, step))
         run.finish()
 
 

@@ -47,6 +47,7 @@ class Lake:
         root = uri.rstrip("/") if "://" in uri else str(Path(uri).resolve())
         self.uri = root
         self._tables = {name: LakeTable(name, f"{root}/{name}", storage_options) for name in records.TABLES}
+        self._absent: dict[str, tuple[dict[str, list[Any]], int]] = {}
 
     def read(
         self, table: str, where: Where | None = None, columns: list[str] | None = None, version: int | None = None
@@ -69,7 +70,10 @@ class Lake:
             snapshot = handle.latest() if version is None else handle.at(version)
             if snapshot is None:
                 return normal if columns is None else normal.select(columns)
-            return handle.select(snapshot, wanted, columns)
+            found = handle.select(snapshot, wanted, columns)
+            if not found.num_rows and version is None:
+                self._absent[table] = (wanted, snapshot.version())
+            return found
 
     def commit_once(self, table: str, key: Where, data: pa.Table) -> Commit:
         """Append rows unless rows with this key exist; all or nothing, whoever else tries at the same time.
@@ -86,7 +90,9 @@ class Lake:
         with handle.lock:
             for wait in _waits():
                 snapshot = handle.ensure()
-                found = handle.select(snapshot, wanted)
+                # A stage looks before it works; what was absent from this very version need not be looked for again.
+                seen = self._absent.get(table) == (wanted, snapshot.version())
+                found = data.slice(0, 0) if seen else handle.select(snapshot, wanted)
                 if found.num_rows:
                     _same(handle, key, found, data)
                 if found.num_rows or not data.num_rows:

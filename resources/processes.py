@@ -1,7 +1,7 @@
 """Processes that belong to one root folder, known by a mark in their environment.
 
-Children inherit the mark and keep it when they are orphaned or rename themselves, so it finds leftover agents that a
-process group misses, and no reused process id can be mistaken for ours.
+Children inherit the mark and keep it when they are orphaned, so it finds leftovers that a process group misses, and no
+reused process id can be mistaken for ours. A process that renames itself may overwrite it: see `renamed_with_files_in`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def bears(process: psutil.Process, marking: dict[str, str]) -> bool:
 def _environment(process: psutil.Process) -> list[str]:
     raw = Path(f"/proc/{process.pid}/environ")
     if raw.exists():
-        # A process that renamed itself, as Ray's do, has overwritten the start of this block; psutil then sees none of it.
+        # A process that renamed itself has overwritten the start of this block, at which psutil stops reading.
         return raw.read_bytes().decode(errors="replace").split("\0")
     return [f"{name}={value}" for name, value in process.environ().items()]
 
@@ -61,11 +61,25 @@ def marked(marking: dict[str, str]) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if bears(process, marking)]
 
 
-def end_marked(marking: dict[str, str], polite_seconds: float, deadline: float) -> list[str]:
-    """End every process under this mark, new ones too, and wait until none is left.
+def renamed_with_files_in(folder: Path, prefix: str) -> list[psutil.Process]:
+    """Processes that call themselves `prefix...` and have a file below `folder` open, as Ray's have their logs."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.name().startswith(prefix) and any(
+                Path(file.path).is_relative_to(folder) for file in process.open_files()
+            ):
+                found.append(process)
+        except psutil.Error:
+            continue  # it ended meanwhile, or belongs to another user and so not to us
+    return found
+
+
+def end_all(find: Callable[[], list[psutil.Process]], polite_seconds: float, deadline: float) -> list[str]:
+    """End every process that `find` gives, new ones too, and wait until it gives none.
 
     Args:
-        marking: as given by `mark`.
+        find: looks for the processes; called again and again.
         polite_seconds: how long they have after SIGTERM until SIGKILL; 0 for SIGKILL at once.
         deadline: seconds for all of it.
     Returns:
@@ -75,10 +89,10 @@ def end_marked(marking: dict[str, str], polite_seconds: float, deadline: float) 
     """
     begin, ended = time.monotonic(), {}
     if polite_seconds:
-        _signal(marked(marking), psutil.Process.terminate, ended)
-        while marked(marking) and time.monotonic() < begin + polite_seconds:
+        _signal(find(), psutil.Process.terminate, ended)
+        while find() and time.monotonic() < begin + polite_seconds:
             time.sleep(0.1)
-    while rest := marked(marking):
+    while rest := find():
         if time.monotonic() > begin + deadline:
             raise LeftoverError(
                 f"{len(rest)} processes did not end within {deadline:g} s: {', '.join(_label(p) for p in rest)}; "

@@ -13,7 +13,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from furlong.resources.processes import end_marked, last_lines, mark, root_hash, running
+from furlong.resources.processes import end_all, last_lines, mark, marked, renamed_with_files_in, root_hash, running
 
 HOST = "127.0.0.1"
 LOGICAL_CPUS = 64
@@ -116,17 +115,22 @@ def start_head(root: Path, until: float, ports: Iterator[int] | None = None) -> 
 def stop_head(root: Path) -> list[str]:
     """End all Ray processes of this root, wait until they are gone, and forget the head; returns a line for each."""
     # At once, since nothing is lost: whatever is worth keeping is committed, and agents outlive a polite request.
-    ended = end_marked(mark("ray", root), 0.0, END_DEADLINE)
+    ended = end_all(lambda: ray_processes(root), 0.0, END_DEADLINE)
     (root / "ray" / "head.json").unlink(missing_ok=True)
     return ended
 
 
+def ray_processes(root: Path) -> list[psutil.Process]:
+    """All Ray processes of this root, orphaned ones too."""
+    found = [*marked(mark("ray", root)), *renamed_with_files_in(_home(root) / "t", "ray::")]
+    return list({process.pid: process for process in found}.values())
+
+
 def clear_head(root: Path) -> None:
     """Remove the sockets and logs that a stopped head left in its temporary folder."""
-    temporary = _temporary_folder(root)
-    shutil.rmtree(temporary, ignore_errors=True)
-    if temporary.parent != root / "ray":
-        temporary.parent.rmdir()
+    shutil.rmtree(_home(root) / "t", ignore_errors=True)
+    if _home(root) != root / "ray":
+        shutil.rmtree(_home(root), ignore_errors=True)
 
 
 def _launch(root: Path, temporary: Path, address: str, until: float) -> Head | None:
@@ -176,12 +180,19 @@ def _write_state(root: Path, head: Head) -> None:
     part.replace(root / "ray" / "head.json")
 
 
+def _home(root: Path) -> Path:
+    """Where Ray's temporary folder `t` is: below the root when that is short enough for sockets, else in /tmp.
+
+    Not in TMPDIR, which may differ between the process that starts the head and the one that ends it.
+    """
+    near = root / "ray"
+    if len(os.fsencode(near / "t")) <= LONGEST_TEMP_DIR:
+        return near
+    return Path("/tmp") / f"furlong-{os.getuid()}-{root_hash(root)}"
+
+
 def _temporary_folder(root: Path) -> Path:
-    """Below the root when that is short enough for sockets, else in the system's folder, ours alone."""
-    name = f"furlong-{os.getuid()}-{root_hash(root)}"
-    for home in (root / "ray", Path(tempfile.gettempdir()) / name, Path("/tmp") / name):
-        if len(os.fsencode(home / "t")) <= LONGEST_TEMP_DIR:
-            break
+    home = _home(root)
     home.mkdir(parents=True, exist_ok=True)
     if home.stat().st_uid != os.getuid():
         raise ClusterError(f"{home} belongs to another user, and Ray needs it; remove it or set a shorter FURLONG_ROOT")

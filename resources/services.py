@@ -16,7 +16,7 @@ from pathlib import Path
 
 from furlong.ops.spec import Placement
 from furlong.resources.dagster_home import close_orphaned_runs, ensure_dagster_home
-from furlong.resources.processes import end_marked, last_lines, mark, marked
+from furlong.resources.processes import end_all, last_lines, mark, marked
 
 HOST = "127.0.0.1"
 USUAL_PORT = 3000
@@ -65,7 +65,7 @@ def ui(placement: Placement, port: int | None = None) -> Iterator[Ui]:
         _wait_until_up(placement, running)
         yield running
     finally:
-        end_marked(mark("ui", placement.folder), POLITE_SECONDS, END_DEADLINE)
+        stop_ui(placement)
 
 
 def serve(placement: Placement, running: Ui) -> None:
@@ -77,7 +77,7 @@ def serve(placement: Placement, running: Ui) -> None:
 
 def stop_ui(placement: Placement) -> list[str]:
     """End the UI's processes of this root, whoever started them; returns a line for each."""
-    return end_marked(mark("ui", placement.folder), POLITE_SECONDS, END_DEADLINE)
+    return end_all(lambda: marked(mark("ui", placement.folder)), POLITE_SECONDS, END_DEADLINE)
 
 
 def _choose_port(asked: int | None) -> int:

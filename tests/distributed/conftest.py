@@ -12,7 +12,7 @@ import pytest
 
 from furlong.ops.spec import Placement
 from furlong.resources.cluster import stop_cluster
-from furlong.resources.processes import mark, marked
+from furlong.resources.ray_head import ray_processes
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,7 +28,7 @@ def placement(tmp_path_factory: pytest.TempPathFactory, samples_importable: None
     made = Placement(root=str(tmp_path_factory.mktemp("shared")), threads=1, start_deadline=120.0, stage_deadline=60.0)
     yield made
     stop_cluster(made)
-    assert marked(mark("ray", made.folder)) == []
+    assert ray_processes(made.folder) == []
 
 
 @pytest.fixture(scope="session")

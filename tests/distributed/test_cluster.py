@@ -8,18 +8,18 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from distributed.conftest import result
 
 from furlong.ops.spec import Placement
 from furlong.resources.cluster import ClusterError, ensure_cluster, stop_cluster
-from furlong.resources.processes import mark, marked, root_hash
-from furlong.resources.ray_head import running_head, start_head, token_file
+from furlong.resources.processes import mark, root_hash
+from furlong.resources.ray_head import ray_processes, running_head, start_head, token_file
 
 CONNECT = """
 from furlong.resources.cluster import ensure_cluster
@@ -37,7 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def heads(root: Path) -> list[int]:
-    return [p.pid for p in marked(mark("ray", root)) if "ray.scripts.scripts" in p.cmdline()]
+    return [p.pid for p in ray_processes(root) if "ray.scripts.scripts" in p.cmdline()]
 
 
 def test_two_starters_at_once_share_one_head(root: Path, drive: Callable[..., subprocess.Popen]) -> None:
@@ -52,9 +52,7 @@ def test_two_starters_at_once_share_one_head(root: Path, drive: Callable[..., su
 
 def test_head_listens_on_loopback_alone(root: Path, drive: Callable[..., subprocess.Popen]) -> None:
     result(drive(root, CONNECT))
-    listening = [
-        c.laddr.ip for p in marked(mark("ray", root)) for c in p.net_connections("inet") if c.status == "LISTEN"
-    ]
+    listening = [c.laddr.ip for p in ray_processes(root) for c in p.net_connections("inet") if c.status == "LISTEN"]
     assert listening
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 
@@ -75,13 +73,27 @@ def test_stop_ends_ours_and_only_ours(root: Path, drive: Callable[..., subproces
     try:
         ended = stop_cluster(Placement(root=str(root)))
         assert len(ended) >= 5  # head, GCS, raylet, two agents
-        assert marked(mark("ray", root)) == []
+        assert ray_processes(root) == []
         assert running_head(root) is None
-        assert not list(Path(tempfile.gettempdir()).glob(f"furlong-*-{root_hash(root)}"))
+        assert not list(Path("/tmp").glob(f"furlong-*-{root_hash(root)}"))
         assert other.poll() is None
         assert stop_cluster(Placement(root=str(root))) == []
     finally:
         other.communicate(b"\n", timeout=10)
+
+
+def test_orphans_of_a_dead_head_are_found_and_ended(root: Path, drive: Callable[..., subprocess.Popen]) -> None:
+    result(drive(root, CONNECT))
+    agents = [p for p in ray_processes(root) if p.name().startswith("ray::")]
+    assert len(agents) == 2  # of the dashboard's and of runtime environments; both have renamed themselves
+    for process in agents:
+        process.suspend()  # as if hanging, so that they outlive the head
+    os.kill(running_head(root).pid, signal.SIGKILL)
+    time.sleep(0.5)
+    assert running_head(root) is None
+    assert {p.pid for p in agents} <= {p.pid for p in ray_processes(root)}
+    stop_cluster(Placement(root=str(root)))
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in agents)
 
 
 def test_port_in_use_is_tried_no_further(tmp_path: Path) -> None:
@@ -104,7 +116,7 @@ def test_start_that_takes_too_long_says_what_to_set_and_leaves_nothing(tmp_path:
         ensure_cluster(Placement(root=str(tmp_path), start_deadline=0.3))
     assert "FURLONG_RAY_ADDRESS" in str(caught.value)
     assert str(tmp_path / "ray" / "head.log") in str(caught.value)
-    assert marked(mark("ray", tmp_path)) == []
+    assert ray_processes(tmp_path) == []
     stop_cluster(Placement(root=str(tmp_path)))
 
 
