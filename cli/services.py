@@ -29,6 +29,7 @@ def ui(
             console.print("starting the Dagster UI ...")
             with start(placement, port) as running:
                 console.print(f"Dagster UI: {running.url}   (Ctrl-C ends it)")
+                console.print(f"MLflow:     {running.mlflow or 'not started, as port 5000 is taken'}")
                 serve(placement, running)
         except KeyboardInterrupt:
             console.print("ended")

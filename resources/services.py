@@ -35,6 +35,8 @@ class Ui:
 
     url: str
     port: int
+    mlflow: str
+    """Page of MLflow, where the links in Dagster's metadata lead; empty when its port is taken."""
     children: dict[str, subprocess.Popen]
     """By name; each one's output is in `<root>/logs/<name>.log`."""
 
@@ -61,7 +63,8 @@ def ui(placement: Placement, port: int | None = None) -> Iterator[Ui]:
             "webserver": _spawn(placement, "webserver", web),
             "daemon": _spawn(placement, "daemon", ["-m", "dagster._daemon", "run", *common]),
         }
-        running = Ui(f"http://{HOST}:{port}", port, children)
+        mlflow = _serve_mlflow(placement, children)
+        running = Ui(f"http://{HOST}:{port}", port, mlflow, children)
         _wait_until_up(placement, running)
         yield running
     finally:
@@ -78,6 +81,28 @@ def serve(placement: Placement, running: Ui) -> None:
 def stop_ui(placement: Placement) -> list[str]:
     """End the UI's processes of this root, whoever started them; returns a line for each."""
     return end_all(lambda: marked(mark("ui", placement.folder)), POLITE_SECONDS, END_DEADLINE)
+
+
+def _serve_mlflow(placement: Placement, children: dict[str, subprocess.Popen]) -> str:
+    """Serve the runs' metrics, unless a server of their own does; the address that links use, or nothing."""
+    uri = placement.mlflow_uri()
+    if uri.startswith("http"):
+        return uri
+    if not _is_free(MLFLOW_PORT):
+        return ""
+    address = ["--host", HOST, "--port", str(MLFLOW_PORT), "--workers", "1"]
+    children["mlflow"] = _spawn(placement, "mlflow", ["-m", "mlflow", "ui", "--backend-store-uri", uri, *address])
+    return f"http://{HOST}:{MLFLOW_PORT}"
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
 
 
 def _choose_port(asked: int | None) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 from furlong.ops.spec import Placement, RunSpec
 
 EXPERIMENT = "furlong"
-UI_PORT = 5000
-"""Where `make ui` serves the store when it is a file."""
+MLFLOW_PORT = 5000
+"""Where `make ui` serves the metrics, unless FURLONG_MLFLOW names a server."""
 
 
 class Tracker:
@@ -89,7 +89,7 @@ class Tracker:
     def url(self) -> str:
         """Page of this run in the MLflow UI."""
         _, experiment, run_id = self._opened.result(timeout=120)
-        server = self.uri if self.uri.startswith("http") else f"http://127.0.0.1:{UI_PORT}"
+        server = self.uri if self.uri.startswith("http") else f"http://127.0.0.1:{MLFLOW_PORT}"
         return f"{server}/#/experiments/{experiment}/runs/{run_id}"
 
     def finish(self, report: dict[str, Any]) -> None:

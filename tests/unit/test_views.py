@@ -1,0 +1,48 @@
+"""What people look at: the plot in Dagster's metadata, the sparkline, the reward curve of the report."""
+
+import base64
+from xml.etree import ElementTree
+
+import pytest
+
+from furlong.cli.live import sparkline
+from furlong.cli.report_view import reward_plot
+from furlong.ops.plots import line_plot
+
+
+def svg_of(markdown: str) -> ElementTree.Element:
+    return ElementTree.fromstring(base64.b64decode(markdown.split("base64,")[1].rstrip(")")))
+
+
+@pytest.mark.parametrize("points", [[(1, 0.5)], [(1, 0.0), (2, 1.0)], [(3, 2.0), (4, 2.0), (9, 2.0)]])
+def test_the_plot_is_an_image_with_a_point_per_step(points):
+    image = svg_of(line_plot(points, "loss < 1 & falling"))
+    line = next(node for node in image.iter() if node.tag.endswith("polyline"))
+    places = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
+    assert len(places) == len(points)
+    width, height = float(image.attrib["width"]), float(image.attrib["height"])
+    assert all(0 <= x <= width and 0 <= y <= height for x, y in places)
+    assert "loss < 1 & falling" in [node.text for node in image.iter()]
+
+
+def test_larger_values_are_drawn_higher():
+    line = next(n for n in svg_of(line_plot([(1, 0.0), (2, 1.0)], "x")).iter() if n.tag.endswith("polyline"))
+    (_, low), (_, high) = (map(float, pair.split(",")) for pair in line.attrib["points"].split())
+    assert high < low
+
+
+def test_no_points_says_so():
+    assert "no steps yet" in line_plot([], "reward")
+
+
+def test_sparkline_runs_from_low_to_high():
+    assert sparkline([0.0, 0.5, 1.0]) == " ▄█"
+    assert sparkline([0.0, 0.0]) == "  "
+    assert sparkline([5.0], high=1.0) == "█"
+
+
+@pytest.mark.parametrize("count", [1, 30, 72, 73, 500])
+def test_the_reward_curve_fits_a_terminal(count):
+    lines = reward_plot([i / count for i in range(count)]).plain.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    assert f"steps 1 to {count}" in lines[-1]
