@@ -28,15 +28,21 @@ def demo(
         with console.status(f"preparing model {wanted.model.source} (once)"):
             resolve(wanted.model, wanted.data, wanted.seed, placement.folder)
     except SpecError as err:
-        console.print(f"[red]{err}[/red]")
+        console.print(str(err), style="red", markup=False)
         raise typer.Exit(2) from err
     ensure_dagster_home(placement)
     close_orphaned_runs(placement)
     with LiveView(console) as view:
         failure = _drive(placement, view, {"spec": spec, "seed": seed, "run": run})
+    if isinstance(failure, KeyboardInterrupt):
+        console.print(
+            "Interrupted. Nothing committed is lost: the same command continues from the last committed step."
+        )
+        raise typer.Exit(130)
     if failure is not None:
-        console.print(f"[red]{type(failure).__name__}: {failure}[/red]")
+        console.print(f"{type(failure).__name__}: {failure}", style="red", markup=False)
         console.print("Nothing committed is lost: the same command continues from the last committed step.")
+        console.print("The traceback is in Dagster: make ui shows it under Runs.")
         raise typer.Exit(1)
     show_report(console, view.report(placement), placement)
 
@@ -44,7 +50,7 @@ def demo(
 def _drive(placement, view, config: dict) -> BaseException | None:
     """Execute the Dagster job `rl_run` in this process; returns what stopped it, if anything did."""
     from dagster import DagsterInstance
-    from dagster._core.errors import DagsterUserCodeExecutionError
+    from dagster._core.errors import DagsterExecutionInterruptedError
 
     from furlong.pipelines.definitions import defs
     from furlong.resources.system import System
@@ -57,8 +63,8 @@ def _drive(placement, view, config: dict) -> BaseException | None:
                 resources={"system": System(placement, view)},
                 instance=instance,
             )
-        except DagsterUserCodeExecutionError as err:
-            return err.user_exception
-        except KeyboardInterrupt as err:
+        except (KeyboardInterrupt, DagsterExecutionInterruptedError):
+            return KeyboardInterrupt()
+        except Exception as err:  # shown by the caller; Dagster has the traceback
             return err
     return None

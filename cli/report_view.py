@@ -56,7 +56,8 @@ def _numbers(report: dict[str, Any]) -> Table:
     )
     table.add_row("time", f"{report['seconds']:.0f} s for {report['steps']} steps")
     table.add_row("rollout", f"{report['tokens_per_second']:.0f} tokens/s")
-    table.add_row("overhead per step (median)", f"{report['overhead_seconds_per_step']:.2f} s")
+    overhead = report["overhead_seconds_per_step"]
+    table.add_row("overhead per step (median)", "not measured" if overhead is None else f"{overhead:.2f} s")
     table.add_row("peak memory", f"{report['peak_rss_bytes'] / 1e9:.1f} GB")
     table.add_row("a full publish", f"{report['full_bytes'] / 1e6:.1f} MB")
     table.add_row("a delta publish (mean)", f"{sum(deltas) / len(deltas) / 1e6:.2f} MB")

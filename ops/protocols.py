@@ -125,7 +125,7 @@ class StepMetrics:
     """Global L2 norm before clipping."""
     learning_rate: float
     tokens_trained: int
-    """Tokens with a true mask: the loss's one global denominator."""
+    """Tokens with a true mask, over the whole step."""
     clip_fraction: float
     """Share of trained tokens whose ratio was clipped."""
     entropy: float

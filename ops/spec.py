@@ -155,7 +155,7 @@ class AlgorithmSpec(Frozen):
     beta2: float = Field(0.95, ge=0, lt=1)
     """AdamW's second-moment decay."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay, of every tensor: norms and embeddings too."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient clipping by global L2 norm."""
 

@@ -33,7 +33,7 @@ class Repeat(Config):
 def prompts(context: AssetExecutionContext, config: NewRun, system: ResourceParam[System]) -> MaterializeResult:
     """A version of the prompt table: questions with stable ids, deduplicated, split by question, each with its verifier."""
     run, _ = parse_partition_key(context.run.tags["dagster/partition"])
-    system.start_run(config.spec, {"seed": config.seed}, run)
+    system.ensure_run(run, config.spec, {"seed": config.seed})
     return _materialise(context, system, "prompts", StepKey(run, 1))
 
 

@@ -5,7 +5,7 @@ step, whoever committed it, and a stage that is committed already only reports w
 """
 
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from dagster import AssetKey, AssetMaterialization, Config, OpExecutionContext, ResourceParam, job, op
@@ -61,7 +61,7 @@ class Events:
     """Writes materialisations in the background and in order: Dagster's event log syncs to disk several times for each.
 
     The lake has the rows before an event is even queued, so an event lost in a crash costs a line in the UI, no data.
-    Leaving the block waits for all of them and raises what any of them raised.
+    Leaving the block waits for all of them and raises what any of them raised, unless something else ended the block.
     """
 
     DEADLINE = 120.0
@@ -89,9 +89,17 @@ class Events:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown(wait=False)
+        late = wait(self._waiting, timeout=self.DEADLINE).not_done
+        if kind is not None:
+            return
+        if late:
+            raise TimeoutError(
+                f"Dagster's event log took none of the last {len(late)} events within {self.DEADLINE:g} s; the run's rows "
+                "are in the lake; find out what locks the database in DAGSTER_HOME and run again"
+            )
         for future in self._waiting:
-            future.result(timeout=self.DEADLINE)
+            future.result()
 
 
 @job(description="Take a run's next steps: start it, or go on after its last committed step.")

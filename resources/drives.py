@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Drive:
             "steps": self.steps,
         }
         with open(folder / "drives.jsonl", "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write("\n" + json.dumps(row) + "\n")  # the line before may have been cut off
 
     @staticmethod
     def write_report(folder: Path, report: dict[str, Any]) -> None:
@@ -77,6 +77,10 @@ class Drive:
 
     @staticmethod
     def saved(folder: Path) -> list[dict[str, Any]]:
-        """All drives of a run that ended in an orderly way, oldest first."""
+        """All drives of a run that ended in an orderly way, oldest first; a line cut off by a kill is none."""
         path = folder / "drives.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        found = []
+        for line in path.read_text().splitlines() if path.is_file() else []:
+            with suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+        return found

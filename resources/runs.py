@@ -17,7 +17,7 @@ from furlong.ops import records
 from furlong.ops.history import load_series
 from furlong.ops.report import build_report
 from furlong.ops.spec import Placement, RunSpec
-from furlong.ops.stages.chain import committed_steps, delta_path, one_row, version_row
+from furlong.ops.stages.chain import attempts, committed_steps, delta_path, one_row, version_row
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey
 from furlong.ops.stages.evals import evals
 from furlong.ops.stages.prompts import prompts
@@ -171,13 +171,15 @@ class OpenRun:
         return {"mlflow": self.tracker.url()}
 
     def next_step(self) -> int:
-        """The first step that is not published yet; one past the last when the run is complete."""
+        """The first step with something left to do, be it a repetition; one past the last when the run is complete."""
         done = committed_steps(self.lake, self.name)
         if not done:
             return 1
         last = len(done)
         version = version_row(self.lake, self.name, done[last]["version_after"])
         if version is None or version["state"] != "live":
+            return last
+        if attempts(self.lake, self.name, last) > done[last]["attempt"]:
             return last
         if last == self.spec.steps and not self.evaluated(done[last]["version_after"]):
             return last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from furlong.ops.identity import fingerprint
 from furlong.ops.spec import Placement, RunSpec, SpecError, load_spec, parse_spec
 from furlong.ops.stages.chain import attempts, committed_steps, one_row, version_row
 from furlong.ops.stages.context import StepKey
+
+RUN_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
 
 class System:
@@ -27,6 +30,13 @@ class System:
             self._placement = Placement.from_env()
         return self._placement
 
+    def ensure_run(self, name: str, spec_name: str, overrides: dict[str, Any]) -> None:
+        """Write the run to the lake unless it is there; one that is there keeps its spec, whichever is asked for."""
+        from furlong.resources.lake import Lake
+
+        if one_row(Lake(self.placement.lake_uri()), "runs", {"run": name}, ["run"]) is None:
+            self.start_run(spec_name, overrides, name)
+
     def start_run(self, spec_name: str, overrides: dict[str, Any], name: str = "") -> str:
         """The name of the run to drive, written to the lake if it is new.
 
@@ -38,6 +48,11 @@ class System:
         """
         from furlong.resources.lake import Lake
 
+        if name and not RUN_NAME.fullmatch(name):
+            raise SpecError(
+                f"run name {name!r} cannot be a folder and part of a partition key; use lower-case letters, digits, "
+                "'-' and '_', beginning with a letter"
+            )
         lake = Lake(self.placement.lake_uri())
         if name and (row := one_row(lake, "runs", {"run": name})):
             self._same_spec(row, spec_name, overrides)
@@ -57,13 +72,14 @@ class System:
             run = self._open[name]
             run.observer = self._observer
             run.drive = Drive(self.placement.folder)
-            run.connect()
-            if dagster_run:
-                run.tracker.link_dagster(dagster_run)
-            if self._observer:
-                self._observer.run_opened(run)
             try:
+                run.connect()
+                if dagster_run:
+                    run.tracker.link_dagster(dagster_run)
+                if self._observer:
+                    self._observer.run_opened(run)
                 yield run
+                run.tracker.flush()
             finally:
                 run.drive.save(run.folder)
 
@@ -105,7 +121,7 @@ class System:
     @staticmethod
     def _complete(lake: Any, spec: RunSpec, name: str) -> bool:
         done = committed_steps(lake, name)
-        if len(done) < spec.steps:
+        if len(done) < spec.steps or attempts(lake, name, spec.steps) > done[spec.steps]["attempt"]:
             return False
         version = version_row(lake, name, done[spec.steps]["version_after"])
         live = version is not None and version["state"] == "live"

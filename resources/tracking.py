@@ -105,7 +105,8 @@ class Tracker:
         client.set_terminated(run_id)
 
     def flush(self) -> None:
-        """Wait for all writes so far."""
+        """Write out what was gathered and wait for all writes so far; raises the first error of any."""
+        self.log()
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             future.result(timeout=120)

@@ -13,7 +13,7 @@ import numpy as np
 from furlong.ops.records import Disposition
 
 STD_FLOOR = 1e-6
-"""Added to a group's standard deviation, so that near-equal rewards cannot blow an advantage up."""
+"""Added to a group's population standard deviation, as GRPO's implementations do; it only keeps the division defined."""
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,11 @@ class Mismatch:
 
 
 def token_denominators(lengths: list[int], mean: str) -> list[float]:
-    """n_t of each trajectory's tokens, given how many of its tokens are trained, over all trajectories of a step.
+    """n_t of each trajectory's tokens, given how many of its tokens are trained, over the trained trajectories of a step.
 
     `sequence`: N * length, i.e. the mean of a trajectory's tokens, then over the N trajectories that have any
-    (Shao et al. 2024, "DeepSeekMath", eq. 3). `token`: all trained tokens, each with the same share (Yu et al. 2025,
+    (Shao et al. 2024, "DeepSeekMath", eq. 3, save that groups without variance, whose advantage is 0, are left out of N
+    rather than dilute it). `token`: all trained tokens, each with the same share (Yu et al. 2025,
     "DAPO", eq. 8).
     """
     if mean == "token":

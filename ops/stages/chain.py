@@ -42,6 +42,10 @@ def starting_version(lake: LakeLike, key: StepKey) -> int:
     before = committed_step(lake, key.run, key.step - 1)
     if before is None:
         raise StageError(f"{key}: step {key.step - 1} has no record yet; run the steps in order")
+    if attempts(lake, key.run, key.step - 1) > before["attempt"]:
+        raise StageError(
+            f"{key}: step {key.step - 1} is being repeated; finish that first by running it with attempt 0"
+        )
     row = version_row(lake, key.run, before["version_after"])
     if row is None or row["state"] != "live":
         raise StageError(f"{key}: step {key.step - 1} has not published its weights; run its weight_publish first")
@@ -76,8 +80,8 @@ def delta_path(lake: LakeLike, run: str, version: int) -> list[int]:
 
 
 def attempts(lake: LakeLike, run: str, step: int) -> int:
-    """The newest attempt of a step that has rollouts; 0 when none has."""
-    return max(lake.read("groups", {"run": run, "step": step}, ["attempt"])["attempt"].to_pylist(), default=0)
+    """The newest attempt of a step that has rollouts; 0 when none has. Trajectories are committed before groups."""
+    return max(lake.read("trajectories", {"run": run, "step": step}, ["attempt"])["attempt"].to_pylist(), default=0)
 
 
 def check_repeatable(lake: LakeLike, key: StepKey, last: int) -> None:
@@ -86,7 +90,7 @@ def check_repeatable(lake: LakeLike, key: StepKey, last: int) -> None:
         return
     if key.attempt != last + 1:
         raise StageError(f"{key}: the next attempt would be {last + 1}; set attempt to that, or 0 for the current one")
-    if lake.read("groups", {"run": key.run, "step": key.step + 1}, ["step"]).num_rows:
+    if lake.read("trajectories", {"run": key.run, "step": key.step + 1}, ["step"]).num_rows:
         raise StageError(
             f"{key}: step {key.step + 1} was already drawn from its weights, so it cannot be repeated; "
             "repeat the newest step, or start another run"

@@ -106,15 +106,18 @@ class TrainerHost:
 
     def settle(self) -> None:
         """Wait until a save in progress is on disk."""
-        if self.saver:
-            self.saver.join()
-            self.saver = None
+        # A save that failed is told once: the steps after it only lose a place to restore from.
+        saver, self.saver = self.saver, None
+        if saver:
+            saver.join()
 
     def _reach(self, step: int) -> None:
         """Bring weights and optimiser to the state after the latest committed attempt of `step`."""
         row = committed_step(self.lake, self.run, step) if step else None
         if step and row is None:
-            raise StageError(f"{self.run} step {step} has no record, so the step after it cannot be taken; run it first")
+            raise StageError(
+                f"{self.run} step {step} has no record, so the step after it cannot be taken; run it first"
+            )
         if self.at == ((step, row["attempt"]) if row else BASE) and self._agrees(row):
             return
         self.settle()
@@ -214,6 +217,8 @@ class _Saver:
     def _run(self, trainer: Trainer, root: Path, name: str) -> None:
         try:
             root.mkdir(parents=True, exist_ok=True)
+            for scrap in root.glob(".*"):  # left by a process that was killed while it saved; as large as a state
+                shutil.rmtree(scrap)
             trainer.save(str(root / name))
             whole = sorted(p for p in root.iterdir() if p.is_dir() and p.name.replace(".", "").isdigit())
             for old in whole[: -self.KEPT]:

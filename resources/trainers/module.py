@@ -26,6 +26,9 @@ class PolicyModule(nn.Module):
     def __init__(self, causal: nn.Module) -> None:
         super().__init__()
         self.causal = causal
+        # transformers has torch drop the embedding gradient of a pad token that is fed; chat models pad with a token
+        # that ends every turn, and a policy may sample it: to the loss it is a token like any other.
+        causal.get_input_embeddings().padding_idx = None
 
     def forward(
         self, micro: MicroBatch, temperature: float

@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -13,6 +15,7 @@ from dagster import AssetKey, AssetRecordsFilter, DagsterInstance
 
 from furlong.ops.spec import load_spec
 from furlong.pipelines.partitions import partition_key
+from furlong.resources.run_lock import run_lock
 
 STEP_BY_STEP = Path(__file__).with_name("step_by_step.py")
 FURLONG = str(Path(sys.executable).with_name("furlong"))
@@ -40,6 +43,7 @@ def test_step_by_step_leaves_the_rows_of_a_block(place, undisturbed):
     assert place.digests("stepwise") == undisturbed[0]
     assert place.row_digests("stepwise", "RUN") == undisturbed[1]
     assert (place.placement.folder / "runs" / "stepwise" / "report.json").is_file()
+    assert metric_steps(place, "stepwise", "train_step/loss") == [1, 2, 3]
 
 
 def test_blocks_of_one_step_leave_the_same_rows(place, undisturbed):
@@ -75,6 +79,15 @@ def test_the_demo_trains_reports_and_can_be_found_everywhere(place):
     check_trail(place, run)
 
 
+def metric_steps(place, run: str, name: str) -> list[int]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(place.placement.mlflow_uri())
+    experiment = client.get_experiment_by_name("furlong")
+    found = client.search_runs([experiment.experiment_id], f"tags.`furlong.run` = '{run}'")
+    return [metric.step for row in found for metric in client.get_metric_history(row.info.run_id, name)]
+
+
 def check_trail(place, run: str) -> None:
     with DagsterInstance.from_config(str(place.placement.folder / "dagster")) as instance:
         for asset in ("rollouts", "rewards", "train_step", "weight_publish"):
@@ -103,6 +116,34 @@ def test_the_demo_refuses_a_bad_spec_before_anything_starts(place, tmp_path):
     done = place.run(FURLONG, "demo", "--spec", str(path))
     assert done.returncode == 2
     assert "algorithm.learning_rat: unknown key; did you mean 'learning_rate'?" in " ".join(done.stdout.split())
+
+
+def test_a_second_driver_is_told_who_drives(place):
+    with run_lock(place.placement.folder, "held"):
+        done = place.run(FURLONG, "demo", "--spec", place.spec, "--run", "held")
+    said = " ".join(done.stdout.split())
+    assert done.returncode == 1, said
+    assert f"LockHeld: run held is being driven by process {os.getpid()}" in said
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_an_interrupted_demo_says_so_and_is_continued(place, undisturbed):
+    command = [FURLONG, "demo", "--spec", place.spec, "--run", "interrupted"]
+    with subprocess.Popen(command, env=place.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+        killer = threading.Timer(120, demo.kill)
+        killer.start()
+        for line in demo.stdout:
+            if line.startswith("step 1/"):
+                demo.send_signal(signal.SIGINT)
+                break
+        said, trouble = demo.communicate()
+        killer.cancel()
+    assert demo.returncode == 130, said + trouble
+    assert "the same command continues" in " ".join(said.split())
+    assert "Traceback" not in said + trouble
+    place.finish("interrupted")
+    assert place.digests("interrupted") == undisturbed[0]
+    assert place.row_digests("interrupted", "RUN") == undisturbed[1]
 
 
 def test_dagster_s_own_command_line_launches_a_block(place, undisturbed):

@@ -11,7 +11,7 @@ from furlong.ops.spec import Placement, SpecError
 from furlong.ops.stages.context import STAGES, StageError, StepKey
 from furlong.resources.engines.local import LocalEngine
 from furlong.resources.system import System
-from furlong.resources.trainers.host import ReplayMismatch, StepAlreadyTaken, TrainerHost
+from furlong.resources.trainers.host import ReplayMismatch, StepAlreadyTaken, TrainerHost, _Saver
 
 RUN = "quick"
 
@@ -236,6 +236,100 @@ def test_the_newest_step_can_be_repeated_on_purpose(run):
         take(run, 3, attempt=5, stages=("rollouts",))
 
 
+def test_a_repetition_that_was_begun_is_finished_before_the_next_step(run):
+    for step in (1, 2):
+        take(run, step)
+    assert run.next_step() == 3
+    take(run, 2, attempt=2, stages=("rollouts",))
+    assert run.next_step() == 2
+    with pytest.raises(StageError, match="step 2 is being repeated"):
+        take(run, 3, stages=("rollouts",))
+    assert System(run.placement).step_key(RUN, 2) == StepKey(RUN, 2, 2)
+    take(run, 2, attempt=2)
+    assert run.next_step() == 3
+    take(run, 3)
+    assert set(live(run)) == {0, 1, 2, 3, 4}
+
+
+def lost_before_groups(run, monkeypatch, step, attempt):
+    """Leave a step as a kill between the two tables of its rollouts does."""
+    commit = run.lake.commit_once
+
+    def dies(table, key, data):
+        if table == "groups":
+            raise OSError("killed here")
+        return commit(table, key, data)
+
+    monkeypatch.setattr(run.lake, "commit_once", dies)
+    with pytest.raises(OSError, match="killed here"):
+        take(run, step, attempt, stages=("rollouts",))
+    monkeypatch.undo()
+
+
+def test_a_repetition_lost_between_its_two_tables_is_continued(run, monkeypatch):
+    take(run, 1)
+    lost_before_groups(run, monkeypatch, 1, 2)
+    assert run.next_step() == 1
+    assert System(run.placement).step_key(RUN, 1) == StepKey(RUN, 1, 2)
+    take(run, 1, attempt=2)
+    assert len(run.lake.read("steps", {"run": RUN})) == 2
+
+
+def test_a_step_is_not_repeated_under_trajectories_drawn_from_it(run, monkeypatch):
+    take(run, 1)
+    lost_before_groups(run, monkeypatch, 2, 1)
+    with pytest.raises(StageError, match="already drawn"):
+        take(run, 1, attempt=2, stages=("rollouts",))
+    take(run, 2)
+    spans = run.lake.read("trajectories", {"run": RUN, "step": 2})["version_spans"].to_pylist()
+    assert {span["version"] for row in spans for span in row} == {1}
+
+
+@pytest.mark.parametrize(("verdict", "score"), [("timeout", None), ("incorrect", 0.0)])
+def test_a_step_without_any_gradient_is_recorded_and_published(run, monkeypatch, verdict, score):
+    honest = run.verifier.score
+    monkeypatch.setattr(
+        run.verifier, "score", lambda items: [{**row, "verdict": verdict, "score": score} for row in honest(items)]
+    )
+    take(run, 1)
+    monkeypatch.undo()
+    step = run.lake.read("steps", {"run": RUN, "step": 1}).to_pylist()[0]
+    assert step["tokens_trained"] == 0
+    assert step["digest_after"] == step["digest_before"]
+    assert len(step["outcomes"]) == 16
+    digests = live(run)
+    assert digests[0] == digests[1]
+    take(run, 2)
+    run.trainer = new_trainer(run)
+    run.engine = new_engine(run)
+    take(run, 3)
+    assert set(live(run)) == {0, 1, 2, 3}
+
+
+def test_a_failed_save_is_told_once_and_the_run_goes_on(run, undisturbed):
+    for step in (1, 2):  # the state is saved after step 2
+        take(run, step, stages=STAGES)
+    run.trainer.settle()
+    run.trainer = new_trainer(run)
+    shutil.rmtree(run.folder / "state")
+    (run.folder / "state").write_text("in the way")
+    run.trainer.saver = _Saver(run.trainer.trainer, run.folder / "state", "00002.1")
+    with pytest.raises(StageError, match="saving the trainer's state failed"):
+        take(run, 3)
+    (run.folder / "state").unlink()
+    take(run, 3)
+    assert live(run) == undisturbed
+
+
+def test_what_a_killed_save_left_is_cleared_away(run):
+    scrap = run.folder / "state" / ".00001.1.new-1"
+    scrap.mkdir(parents=True)
+    for step in (1, 2):
+        take(run, step)
+    run.trainer.settle()
+    assert [path.name for path in (run.folder / "state").iterdir()] == ["00002.1"]
+
+
 def test_evals_are_committed_once_per_version(run):
     take(run, 1, stages=("prompts",))
     report = run.perform("evals", StepKey(RUN, 1))
@@ -251,6 +345,20 @@ def test_a_run_keeps_its_spec(run, quick_spec):
     assert system.start_run(quick_spec, {}, RUN) == RUN
     with pytest.raises(SpecError, match="seed differ"):
         system.start_run(quick_spec, {"seed": 5}, RUN)
+
+
+def test_a_step_of_a_known_run_needs_no_spec(run, quick_spec):
+    System(run.placement).ensure_run(RUN, "tiny", {"seed": 7})
+    assert run.lake.count("runs", {"run": RUN}) == 1
+    System(run.placement).ensure_run("other", quick_spec, {"seed": 7})
+    assert '"seed": 7' in run.lake.read("runs", {"run": "other"})["spec"][0].as_py()
+
+
+@pytest.mark.parametrize("name", ["../other", "Upper", "a b", "a/b", "1st"])
+def test_a_run_s_name_must_fit_folders_and_partitions(run, quick_spec, name):
+    with pytest.raises(SpecError, match="run name"):
+        System(run.placement).start_run(quick_spec, {}, name)
+    assert run.lake.count("runs") == 1
 
 
 def test_an_unfinished_run_is_continued_and_a_new_name_found_otherwise(run, quick_spec):

@@ -4,10 +4,12 @@ import base64
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from furlong.cli.live import sparkline
-from furlong.cli.report_view import reward_plot
+from furlong.cli.report_view import reward_plot, show_report
 from furlong.ops.plots import line_plot
+from furlong.ops.spec import Placement
 
 
 def svg_of(markdown: str) -> ElementTree.Element:
@@ -46,3 +48,18 @@ def test_the_reward_curve_fits_a_terminal(count):
     lines = reward_plot([i / count for i in range(count)]).plain.splitlines()
     assert max(map(len, lines[:-1])) <= 80
     assert f"steps 1 to {count}" in lines[-1]
+
+
+@pytest.mark.parametrize(("overhead", "shown"), [(None, "not measured"), (0.25, "0.25 s")])
+def test_a_run_taken_step_by_step_can_be_shown(overhead, shown):
+    report = {
+        "run": "quick", "steps": 1, "seconds": 1.0, "reward_per_step": [0.5], "eval_before": 0.0, "eval_after": 1.0,
+        "greedy_before": 0.0, "greedy_after": 1.0, "full_bytes": 100, "delta_bytes_per_step": [10],
+        "eval_split": {"eval_questions": 1, "train_questions": 1, "eval_questions_trained_on": 0},
+        "tokens_per_second": 1.0, "overhead_seconds_per_step": overhead, "peak_rss_bytes": 1, "best": None, "worst": None,
+        "lineage": {"version": 1, "digest": "00", "step": 1, "sampled_by_version": 0, "prompts": [], "trajectories": {},
+                    "ancestors": [0]},
+    }  # fmt: skip
+    console = Console(record=True, width=100)
+    show_report(console, report, Placement())
+    assert shown in console.export_text()
