@@ -25,7 +25,7 @@ def demo(
     try:
         placement = Placement.from_env()
         wanted = load_spec(spec, {"seed": seed})
-        with console.status(f"preparing model {wanted.model.source} (once)"):
+        with console.status(f"making or checking the model {wanted.model.source}"):
             resolve(wanted.model, wanted.data, wanted.seed, placement.folder)
     except SpecError as err:
         console.print(str(err), style="red", markup=False)

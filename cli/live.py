@@ -15,6 +15,8 @@ from furlong.ops.spec import Placement
 from furlong.ops.stages.context import StageReport, StepKey
 
 BARS = " ▁▂▃▄▅▆▇█"
+SPARKS = 50
+"""Steps that the live view draws, so that a line fits 80 columns."""
 
 
 class LiveView:
@@ -28,10 +30,11 @@ class LiveView:
         self.walls: list[float] = []
         self.tokens_per_second = 0.0
         self.last: dict[str, Any] = {}
+        self.animated = console.is_terminal
         self.live = Live(self, console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> LiveView:
-        if self.console.is_terminal:
+        if self.animated:
             self.live.start()
         return self
 
@@ -54,11 +57,11 @@ class LiveView:
             self.tokens_per_second = report.values["reply_tokens"] / max(report.work_seconds, 1e-9)
         if report.stage == "evals" and report.values:
             shown = ", ".join(f"{name} {value:.2f}" for name, value in report.values.items() if "pass" not in name)
-            self.console.print(f"held-out accuracy: {shown}")
+            self.console.print(f"accuracy on unseen questions: {shown}")
 
     def step_finished(self, step: int, drive: Any) -> None:
         self.walls.append(drive.steps[-1]["wall"])
-        if not self.console.is_terminal:
+        if not self.animated:
             self.console.print(
                 f"step {step}/{self.run.spec.steps} reward {self.last.get('reward_mean', 0):.2f} "
                 f"{self.tokens_per_second:.0f} tokens/s {self.walls[-1]:.1f} s"
@@ -71,7 +74,7 @@ class LiveView:
             table.add_row("step", f"{self.step} of {self.run.spec.steps}   time left {self._left()}")
             rewards = self.run.series("reward_mean")
             if rewards:
-                table.add_row("reward", f"{rewards[-1][1]:.2f}  {sparkline([value for _, value in rewards])}")
+                table.add_row("reward", f"{rewards[-1][1]:.2f}  {sparkline([value for _, value in rewards[-SPARKS:]])}")
             table.add_row("rollout", f"{self.tokens_per_second:.0f} tokens/s")
         return table
 

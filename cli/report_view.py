@@ -23,7 +23,10 @@ def show_report(console: Console, report: dict[str, Any], placement: Placement) 
             console.print(_trajectory(name, report[name]))
     console.print(_lineage(report["lineage"]))
     console.print(f"report: {placement.folder / 'runs' / report['run'] / 'report.json'}")
-    console.print("[bold]make ui[/bold] opens Dagster on this run; [bold]make down[/bold] stops Ray")
+    console.print(
+        f"[bold]make ui[/bold] opens Dagster: its steps are the partitions {report['run']}-00001 and on of each asset; "
+        "[bold]make down[/bold] stops Ray"
+    )
 
 
 def reward_plot(rewards: list[float], width: int = 72) -> Text:
@@ -36,7 +39,8 @@ def reward_plot(rewards: list[float], width: int = 72) -> Text:
         level = row / PLOT_ROWS
         label = f"{level:4.2f} " if row in (PLOT_ROWS, PLOT_ROWS // 2) else "     "
         lines.append(label + "│" + "".join("█" if mean >= level - 0.5 / PLOT_ROWS else " " for mean in means))
-    lines.append(f"     └{'─' * len(means)}  mean reward, steps 1 to {len(rewards)}")
+    lines.append(f"     └{'─' * len(means)}")
+    lines.append(f"      mean reward, steps 1 to {len(rewards)}")
     return Text("\n".join(lines))
 
 
@@ -57,7 +61,10 @@ def _numbers(report: dict[str, Any]) -> Table:
     table.add_row("time", f"{report['seconds']:.0f} s for {report['steps']} steps")
     table.add_row("rollout", f"{report['tokens_per_second']:.0f} tokens/s")
     overhead = report["overhead_seconds_per_step"]
-    table.add_row("overhead per step (median)", "not measured" if overhead is None else f"{overhead:.2f} s")
+    table.add_row(
+        "overhead per step, beside engine, trainer, verifier",
+        "not measured" if overhead is None else f"{overhead:.2f} s",
+    )
     table.add_row("peak memory", f"{report['peak_rss_bytes'] / 1e9:.1f} GB")
     table.add_row("a full publish", f"{report['full_bytes'] / 1e6:.1f} MB")
     table.add_row("a delta publish (mean)", f"{sum(deltas) / len(deltas) / 1e6:.2f} MB")
@@ -75,7 +82,8 @@ def _trajectory(name: str, told: dict[str, Any]) -> Panel:
 
 def _lineage(line: dict[str, Any]) -> Panel:
     kinds = list(line["trajectories"].values())
-    prompts = ", ".join(name[:8] for name in line["prompts"])
+    names = [name[:8] for name in line["prompts"]]
+    prompts = ", ".join(names[:4]) + (f" ... ({len(names)} in all)" if len(names) > 4 else "")
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
     ancestors = [f"v{version}" for version in line["ancestors"]]
     shown = " <- ".join(ancestors[:6] + (["...", ancestors[-1]] if len(ancestors) > 6 else []))

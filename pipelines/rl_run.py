@@ -26,7 +26,9 @@ class Block(Config):
 
     spec: str = Field("tiny", description="A spec's name (tiny, smollm2) or the path of a spec file.")
     seed: int = Field(0, description="The run's seed.")
-    run: str = Field("", description="Run to continue or to start; empty: this spec's unfinished run, else a new one.")
+    run: str = Field(
+        "", description="Run to continue or to start; empty: this spec's unfinished run, else another one."
+    )
     steps: int = Field(0, description="Steps in this block; 0 goes on to the run's last step.")
     overrides: dict[str, Any] = Field({}, description="Dotted spec keys, e.g. {algorithm.learning_rate: 2.0e-5}.")
 
@@ -35,15 +37,18 @@ class Block(Config):
 def block(context: OpExecutionContext, config: Block, system: ResourceParam[System]) -> None:
     """Take the run's next steps."""
     name = system.start_run(config.spec, {"seed": config.seed, **config.overrides}, config.run)
+    context.log.info(f"run {name}: connecting to Ray, engine and trainer, which takes some seconds")
     with system.driving(name, dagster_run=context.run_id) as run, Events(context, run) as events:
         events.log(run.perform("prompts", StepKey(name, 1)))
         first = run.next_step()
         last = min(run.spec.steps, first + config.steps - 1) if config.steps else run.spec.steps
-        context.log.info(f"run {name}: steps {first} to {last} of {run.spec.steps}")
+        todo = f"steps {first} to {last} of {run.spec.steps}" if first <= last else "complete, nothing to do"
+        context.log.info(f"run {name}: {todo}")
         for step in range(first, last + 1):
             with run.step_timer(step):
                 # Only the first of these steps can have been begun, and so repeated, before.
                 _take(run, events, system.step_key(name, step) if step == first else StepKey(name, step))
+            context.log.info(f"step {step} of {run.spec.steps}: reward {run.series('reward_mean')[-1][1]:.3f}")
         run.finish()
 
 
@@ -81,9 +86,15 @@ class Events:
         partition = None
         if report.stage != "prompts":
             partition = partition_key(report.key.run, report.key.step)
-            self._context.instance.add_dynamic_partitions(STEPS.name, [partition])
+            self._context.instance.add_dynamic_partitions(STEPS.name, [partition, *self._next(report)])
         event = AssetMaterialization(AssetKey(report.stage), partition=partition, metadata=facts)
         self._context.log_event(event)
+
+    def _next(self, report: StageReport) -> list[str]:
+        """The partition that a published step opens, for a person to materialise it with `rl_step`."""
+        if report.stage != "weight_publish" or report.key.step >= self._run.spec.steps:
+            return []
+        return [partition_key(report.key.run, report.key.step + 1)]
 
     def __enter__(self) -> "Events":
         return self

@@ -17,11 +17,14 @@ from pathlib import Path
 from furlong.ops.spec import Placement
 from furlong.resources.dagster_home import close_orphaned_runs, ensure_dagster_home
 from furlong.resources.processes import end_all, last_lines, mark, marked
+from furlong.resources.tracking import MLFLOW_PORT
 
 HOST = "127.0.0.1"
 USUAL_PORT = 3000
 POLITE_SECONDS = 10.0
 END_DEADLINE = 30.0
+# MLflow asks for usage data and starts seven workers for jobs that nothing here submits.
+_QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
 
 
@@ -125,7 +128,7 @@ def _spawn(placement: Placement, name: str, arguments: list[str]) -> subprocess.
         # A session of its own: Ctrl-C in the terminal is for us, and we end the children in good order.
         return subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            env=environment | {"PYTHONUNBUFFERED": "1"},
+            env=environment | _QUIET | {"PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
 
 

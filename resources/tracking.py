@@ -29,8 +29,12 @@ class Tracker:
         self._written: dict[str, int] = {}
 
     def _open(self) -> tuple[Any, str, str]:
+        import logging
+
         from mlflow.tracking import MlflowClient
 
+        # It would announce every table of a new store in the middle of the live view.
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         client = MlflowClient(tracking_uri=self.uri)
         experiment = client.get_experiment_by_name(EXPERIMENT)
         identity = (

@@ -22,6 +22,7 @@ from furlong.ops.stages.chain import committed_step, committed_steps, one_row
 from furlong.ops.stages.context import StageError, StepKey
 from furlong.ops.weights import delta
 from furlong.ops.weights.digest import manifest, weights_digest
+from furlong.resources.actors import code_hash
 
 BASE = (0, 1)
 """Where a freshly loaded base model stands: (step, attempt)."""
@@ -189,7 +190,7 @@ class TrainerHost:
             "master_digest_after": self.trainer.master_digest(),
             "outcomes": outcomes,
             "reward_mean": sum(scored) / len(scored) if scored else 0.0,
-            "trainer": self.trainer.fingerprint(),
+            "trainer": f"{self.trainer.fingerprint()}/code={code_hash()}",
             **asdict(metrics),
         }
 
@@ -200,7 +201,8 @@ class TrainerHost:
             if self.record[name] != wanted:
                 raise ReplayMismatch(
                     f"{key}: replay gave {name} {self.record[name][:12]}, the record says {wanted[:12]}; the machine, "
-                    "its number of threads or the library versions differ from those of the first pass: see steps.trainer"
+                    "threads, library versions or Furlong's own code differ from the first pass, as steps.trainer tells; "
+                    "go back to those, or start another run under a new name"
                 )
 
 
