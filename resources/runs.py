@@ -138,6 +138,9 @@ class OpenRun:
         self._proved = version
         return self.engine
 
+    def attested(self, version: int) -> None:
+        self._proved = version
+
     def perform(self, stage: str, key: StepKey) -> StageReport:
         """Run one stage of a step, telling the observer and MLflow."""
         if self.observer:

@@ -76,6 +76,9 @@ class Run(Protocol):
     def engine_at(self, version: int) -> Engine:
         """An engine that has attested `version`, brought there from the lake if need be."""
 
+    def attested(self, version: int) -> None:
+        """Told when the engine's proof of `version` was checked, so that `engine_at` need not ask for it again."""
+
 
 @dataclass
 class StageReport:

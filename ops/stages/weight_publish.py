@@ -100,6 +100,7 @@ def _flip(run: Run, row: dict[str, Any], report: StageReport) -> dict[str, Any]:
     report.work(lambda: engine.activate(row["version"]))
     live = report.work(engine.attest)
     verify(row, live)
+    run.attested(row["version"])
     attested = {"engine": live.engine, "version": live.version, "digest": live.digest}
     row = {**row, "state": "live", "attestations": [attested], "live_at": time.time()}
     report.note(run.lake.replace("weight_versions", where, records.rows("weight_versions", [row])))
