@@ -43,8 +43,9 @@ class Place:
     def row_digests(self, run: str, alias: str) -> dict[str, str]:
         """Digest of each table's rows, with the run's name replaced so that two runs can be compared."""
         found = {}
+        dataset = self.lake.read("runs", {"run": run}, ["dataset"])["dataset"][0].as_py()
         for table in TABLES:
-            data = self.lake.read(table, {} if table == "prompts" else {"run": run})
+            data = self.lake.read(table, {"dataset": dataset} if table == "prompts" else {"run": run})
             rows = json.loads(json.dumps(data.to_pylist(), default=bytes.hex).replace(run, alias))
             if table == "weight_deltas":
                 rows = [{**row, "data": bytes.fromhex(row["data"])} for row in rows]
