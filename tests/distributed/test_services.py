@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -82,11 +83,22 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-@pytest.mark.slow
+def answers(url: str, seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return answer.status == 200
+        except OSError:
+            time.sleep(0.5)
+    return False
+
+
 def test_ui_answers_and_leaves_nothing(at: Placement) -> None:
     with ui(at) as running:
-        with urllib.request.urlopen(f"{running.url}/server_info", timeout=10) as answer:
-            assert answer.status == 200
+        assert answers(f"{running.url}/server_info", 10)
+        # Empty when another process on this machine holds MLflow's port.
+        assert running.mlflow == "" or answers(running.mlflow, 60)
         with pytest.raises(ServiceError, match="runs already"), ui(at):
             pass
         os.kill(running.children["daemon"].pid, signal.SIGKILL)
