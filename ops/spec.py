@@ -272,10 +272,6 @@ class Placement(Frozen):
         """`root` as an absolute path."""
         return Path(self.root).resolve()
 
-    def cores(self) -> int:
-        """`threads`, or the number of cores this process may use."""
-        return self.threads or len(os.sched_getaffinity(0))
-
     def lake_uri(self) -> str:
         """Where the Delta tables lie; a relative folder is made absolute, as actors work elsewhere."""
         if "://" in self.lake:

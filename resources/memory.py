@@ -30,7 +30,8 @@ def resident_bytes(root: Path) -> int:
 
 def _share(process: psutil.Process) -> int:
     try:
-        return process.memory_full_info().pss
+        info = process.memory_full_info()
+        return getattr(info, "pss", info.rss)  # only Linux tells the proportional size
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return 0
 

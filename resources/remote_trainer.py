@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def start_trainer(run: str, spec: RunSpec, model: ModelFolder, placement: Placement) -> RemoteTrainer:
     """The run's trainer, found or started; it finds its own state in the lake when it is first asked for a step."""
     state = placement.folder / "runs" / run / "state"
-    args = (spec.canonical(), run, str(model.path), placement.lake_uri(), str(state), placement.cores())
+    args = (spec.canonical(), run, str(model.path), placement.lake_uri(), str(state), placement.threads)
     return RemoteTrainer(find_or_start("trainer", run, "furlong.resources.trainers.host:TrainerHost", args, placement))
 
 
