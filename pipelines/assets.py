@@ -61,8 +61,8 @@ def train_step(context: AssetExecutionContext, system: ResourceParam[System]) ->
 def weight_publish(context: AssetExecutionContext, system: ResourceParam[System]) -> MaterializeResult:
     """One new weights version: staged, attested by the engine, flipped."""
     key = _key(context, system)
-    result = _materialise(context, system, "weight_publish", key)
-    with system.driving(key.run) as run:
+    with system.driving(key.run, dagster_run=context.run_id) as run:
+        result = MaterializeResult(metadata=metadata(run.perform("weight_publish", key), run))
         if key.step < run.spec.steps:
             context.instance.add_dynamic_partitions(STEPS.name, [partition_key(key.run, key.step + 1)])
     return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from furlong.ops import records
 from furlong.ops.history import load_series
 from furlong.ops.report import build_report
 from furlong.ops.spec import Placement, RunSpec
-from furlong.ops.stages.chain import attempts, committed_steps, delta_path, one_row, version_row
+from furlong.ops.stages.chain import delta_path, next_step, one_row
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey
 from furlong.ops.stages.evals import evals
 from furlong.ops.stages.prompts import prompts
@@ -64,9 +63,8 @@ class OpenRun:
         self.lake = Lake(placement.lake_uri())
         self.observer: Observer | None = None
         self.drive: Drive | None = None
-        self._series: dict[str, list[tuple[int, float]]] | None = None
+        self._series: dict[str, dict[int, float]] | None = None
         self._proved: int | None = None
-        self._connecting = threading.Lock()
 
     @property
     def folder(self) -> Path:
@@ -155,17 +153,17 @@ class OpenRun:
 
     def series(self, value: str) -> list[tuple[int, float]]:
         """(step, value) of every step so far, for plots."""
+        return sorted(self._known().get(value, {}).items())
+
+    def _known(self) -> dict[str, dict[int, float]]:
         if self._series is None:
-            self._series = load_series(self.lake, self.name)
-        return self._series.get(value, [])
+            self._series = {name: dict(points) for name, points in load_series(self.lake, self.name).items()}
+        return self._series
 
     def _remember(self, report: StageReport) -> None:
         numbers = {k: float(v) for k, v in report.values.items() if isinstance(v, (int, float))}
-        self.series("reward_mean")
         for name, value in numbers.items():
-            known = dict(self._series.setdefault(name, []))
-            known[report.key.step] = value
-            self._series[name] = sorted(known.items())
+            self._known().setdefault(name, {})[report.key.step] = value
         if report.stage != "prompts":
             self.tracker.gather(report.key.step, report.stage, {**numbers, "seconds": report.seconds})
 
@@ -174,22 +172,8 @@ class OpenRun:
         return {"mlflow": self.tracker.url()}
 
     def next_step(self) -> int:
-        """The first step with something left to do, be it a repetition; one past the last when the run is complete."""
-        done = committed_steps(self.lake, self.name)
-        if not done:
-            return 1
-        last = len(done)
-        version = version_row(self.lake, self.name, done[last]["version_after"])
-        if version is None or version["state"] != "live":
-            return last
-        if attempts(self.lake, self.name, last) > done[last]["attempt"]:
-            return last
-        if last == self.spec.steps and not self.evaluated(done[last]["version_after"]):
-            return last
-        return last + 1
-
-    def evaluated(self, version: int) -> bool:
-        return self.lake.read("evals", {"run": self.name, "version": version}, ["mode"]).num_rows > 0
+        """The first step with something left to do; one past the last when the run is complete."""
+        return next_step(self.lake, self.name, self.spec.steps)
 
     @contextmanager
     def step_timer(self, step: int) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from furlong.ops.identity import fingerprint
 from furlong.ops.spec import Placement, RunSpec, SpecError, load_spec, parse_spec
-from furlong.ops.stages.chain import attempts, committed_steps, one_row, version_row
+from furlong.ops.stages.chain import attempts, next_step, one_row
 from furlong.ops.stages.context import StepKey
 
 RUN_NAME = re.compile(r"[a-z][a-z0-9_-]*")
@@ -112,20 +112,11 @@ class System:
         for number in range(1, 1000):
             name = stem if number == 1 else f"{stem}-{number}"
             row = one_row(lake, "runs", {"run": name}, ["run"])
-            if row is None or not self._complete(lake, spec, name):
+            if row is None or next_step(lake, name, spec.steps) <= spec.steps:
                 return name
         raise SpecError(
             f"spec {spec.name} has 999 complete runs in this lake; give the next one a name, or another seed"
         )
-
-    @staticmethod
-    def _complete(lake: Any, spec: RunSpec, name: str) -> bool:
-        done = committed_steps(lake, name)
-        if len(done) < spec.steps or attempts(lake, name, spec.steps) > done[spec.steps]["attempt"]:
-            return False
-        version = version_row(lake, name, done[spec.steps]["version_after"])
-        live = version is not None and version["state"] == "live"
-        return live and lake.read("evals", {"run": name, "version": version["version"]}, ["mode"]).num_rows > 0
 
     def _write_run(self, lake: Any, spec: RunSpec, name: str) -> str:
         from furlong.ops import records

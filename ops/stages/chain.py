@@ -52,6 +52,19 @@ def starting_version(lake: LakeLike, key: StepKey) -> int:
     return row["version"]
 
 
+def next_step(lake: LakeLike, run: str, steps: int) -> int:
+    """The first step with something left to do, be it a repetition; `steps` + 1 when a run of that length is complete."""
+    done = committed_steps(lake, run)
+    if not done:
+        return 1
+    last = len(done)
+    version = version_row(lake, run, done[last]["version_after"])
+    if version is None or version["state"] != "live" or attempts(lake, run, last) > done[last]["attempt"]:
+        return last
+    evaluated = lake.read("evals", {"run": run, "version": version["version"]}, ["mode"]).num_rows > 0
+    return last if last == steps and not evaluated else last + 1
+
+
 def version_row(lake: LakeLike, run: str, version: int) -> dict[str, Any] | None:
     """The row of `weight_versions`, without the per-tensor manifest."""
     columns = ["version", "step", "attempt", "state", "kind", "parent", "digest"]
