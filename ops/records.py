@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised with every incompatible change of a table; a lake written under another one is refused."""
 
 
@@ -164,7 +164,10 @@ TABLES: dict[str, pa.Schema] = {
             _measured("seconds", _F64),
         ]
     ),
-    # One row per weights version. It is written `staged`, and replaced once, by `live`, after every engine attested.
+    # One row per weights version, for ever. It is written `staged` and replaced by `live` after every engine attested;
+    # `collecting` is marked for removal but complete, `collected` means that its bytes may be gone. `kind` is `anchor`
+    # when `anchor` names complete weights: `base` for the model's own folder, else a path below the lake. `transport`
+    # and what follows tell how it reached the engines; `retried_because` is empty, or why an earlier try failed.
     "weight_versions": pa.schema(
         [
             _required("run", _STR),
@@ -181,11 +184,22 @@ TABLES: dict[str, pa.Schema] = {
             _required("delta_bytes", _I64),
             _required("changed_fraction", _F64),
             _required("attestations", pa.list_(_ATTESTATION)),
+            _measured("fence", _I64),
+            _measured("transport", _STR),
+            _measured("wire_bytes", _I64),
+            _measured("stage_seconds", _F64),
+            _measured("pause_seconds", _F64),
+            _measured("retried_because", _STR),
             _measured("staged_at", _F64),
             _measured("live_at", _F64),
         ]
     ),
-    # Changed bytes of one chunk of one tensor against `base_version`; `digest` is of the complete new tensor.
+    # Names given to weights versions by people: `stable`, `candidate`. A tagged version is never collected.
+    "weight_tags": pa.schema(
+        [_required("run", _STR), _required("tag", _STR), _required("version", _I64), _measured("tagged_at", _F64)]
+    ),
+    # Changed bytes of one chunk of one tensor against `base_version`, or all its bytes where `encoding` is `raw` (a
+    # tensor that is new, has another shape, or changed nearly everywhere); `digest` is of the complete new tensor.
     "weight_deltas": pa.schema(
         [
             _required("run", _STR),

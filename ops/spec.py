@@ -173,6 +173,13 @@ class TrainerSpec(Frozen):
     """Steps between saves of weights and optimiser; in between, recovery replays recorded batches."""
 
 
+class WeightsSpec(Frozen):
+    """How weights versions are kept."""
+
+    anchor_every: int = Field(50, ge=1)
+    """Versions between complete copies; one is written earlier when the deltas since the last outweigh it."""
+
+
 class EvalSpec(Frozen):
     """Accuracy on the questions kept away from training."""
 
@@ -203,6 +210,8 @@ class RunSpec(Frozen):
     """The learning rule."""
     trainer: TrainerSpec = TrainerSpec()
     """The trainer."""
+    weights: WeightsSpec = WeightsSpec()
+    """The published versions."""
     evals: EvalSpec = EvalSpec()
     """The measurements."""
 
@@ -245,12 +254,20 @@ class Placement(Frozen):
     """host:port of a running Ray cluster; empty to start one on this machine."""
     threads: int = Field(0, ge=0)
     """CPU threads of engine and of trainer, which take turns; 0 for all cores."""
+    engines: int = Field(1, ge=1)
+    """Engines that draw replies, each with its own copy of the weights."""
+    engine_tp: int = Field(1, ge=1)
+    """Processes that one engine's weights are split over (tensor parallelism)."""
+    transport: Literal["auto", "broadcast", "p2p", "disk_delta"] = "auto"
+    """How new weights reach the engines; `auto` takes the one that was fastest for this run."""
     gpus: int = Field(0, ge=0)
     """GPUs asked of Ray for each of engine and trainer; 0 for CPU."""
     start_deadline: float = Field(180.0, gt=0)
     """Seconds until Ray, or an actor with its model, must be up."""
     stage_deadline: float = Field(1800.0, gt=0)
     """Seconds one call to engine or trainer may take."""
+    publish_deadline: float = Field(300.0, gt=0)
+    """Seconds an engine may take to stage a weights version; a slower one fails the publication."""
     verify_deadline: float = Field(5.0, gt=0)
     """Seconds the verifier has for one reply before the verdict is `timeout`."""
 
@@ -261,7 +278,7 @@ class Placement(Frozen):
         for field, info in cls.model_fields.items():
             raw = os.environ.get(f"FURLONG_{field.upper()}")
             if raw is not None:
-                values[field] = raw if info.annotation is str else _number(field, raw)
+                values[field] = _number(field, raw) if info.annotation in (int, float) else raw
         try:
             return cls(**values)
         except ValidationError as err:

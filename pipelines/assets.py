@@ -1,6 +1,7 @@
 """The data flow of one RL step. Read top to bottom: what is made, from what.
 
     prompts -> rollouts -> rewards -> train_step -> weight_publish -> evals
+                                                                   -> hf_checkpoint (in its own file)
 
 Each asset's work is a stage in `ops/stages`; here it gets its partition, its place in the graph and its metadata.
 """

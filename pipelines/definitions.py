@@ -3,6 +3,7 @@
 from dagster import AssetSelection, Definitions, define_asset_job, in_process_executor
 
 from furlong.pipelines import assets
+from furlong.pipelines.hf_checkpoint import hf_checkpoint
 from furlong.pipelines.rl_run import rl_run
 from furlong.resources.system import System
 
@@ -22,7 +23,7 @@ rl_step = define_asset_job(
 )
 
 defs = Definitions(
-    assets=FLOW,
+    assets=[*FLOW, hf_checkpoint],
     jobs=[rl_step, rl_run],
     # The heavy work is in Ray actors; a process per asset would only add its start-up to each stage.
     executor=in_process_executor,

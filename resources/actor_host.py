@@ -7,6 +7,7 @@ environment before torch is first imported.
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import importlib
 import os
 import pickle
@@ -55,10 +56,10 @@ class ActorHost:
         print(f"{BANNER} {role} of run {run}, process {os.getpid()}, {time.strftime('%F %T')}", flush=True)
         self._held: Any = None
         self._making = threading.Lock()
-        self._settings = {"threads": threads, "gpus": gpus}
+        self._settings = {"threads": threads, "gpus": gpus, "made": None}
 
     def describe(self) -> dict[str, Any]:
-        """The settings the process was started with; answers at any time."""
+        """The settings the process was started with and the recipe of its object; answers at any time."""
         return self._settings
 
     def hold(self, factory: str, args: tuple[Any, ...]) -> Failure | None:
@@ -74,6 +75,7 @@ class ActorHost:
                 if isinstance(made, Failure):
                     return made
                 self._held = made
+                self._settings["made"] = recipe(factory, args)
         return None
 
     def perform(self, method: str, args: tuple[Any, ...]) -> Any:
@@ -83,6 +85,11 @@ class ActorHost:
         if time.monotonic() - begin > WORK_SECONDS:
             release_freed()
         return result
+
+
+def recipe(factory: str, args: tuple[Any, ...]) -> str:
+    """12 hex digits over what an object was made from: actors of another recipe are replaced."""
+    return hashlib.blake2b(repr((factory, args)).encode(), digest_size=6).hexdigest()
 
 
 def _find(factory: str) -> Callable[..., Any]:

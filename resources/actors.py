@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.ops.spec import Placement
-from furlong.resources.actor_host import BANNER, ActorHost, Failure
+from furlong.resources.actor_host import BANNER, ActorHost, Failure, recipe
 from furlong.resources.cluster import ClusterError, cluster_lives, ensure_cluster, namespace
 from furlong.resources.processes import last_lines
 from furlong.resources.run_lock import is_driven
@@ -132,7 +132,7 @@ def find_or_start(
         role: e.g. `engine`.
         run: the run's name.
         factory: `module:name` of the object's class; only the actor imports it.
-        args: the factory's arguments, used when the object is made.
+        args: the factory's arguments, plain data; an actor whose object was made from others is replaced.
         placement: threads, GPUs and deadlines; an actor started with other threads or GPUs is replaced.
         concurrency: calls to the object that may be under way at once, besides those with `control=True`.
     Raises:
@@ -147,7 +147,8 @@ def find_or_start(
     actor = _named(ActorName(role, run, code_hash()), placement, concurrency)
     wanted = {"threads": placement.threads, "gpus": placement.gpus}
     try:
-        stale = _ask(actor, "describe", (), "control", until) != wanted
+        found = _ask(actor, "describe", (), "control", until)
+        stale = found != wanted | {"made": found["made"] and recipe(factory, args)}
     except ActorLost:
         stale = True  # found by name in the moment of its death
     if stale:

@@ -168,3 +168,13 @@ def _speaks_grpc(address: str, seconds: float) -> bool:
             # Any refusal is an answer: no server has this method, and Ray's asks for a token first.
             return err.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
     return True
+
+
+def own_address(placement: Placement) -> str:
+    """The address at which the cluster's other machines reach this one; the loopback where Ray is on this machine."""
+    host = placement.ray_address.rpartition(":")[0]
+    if not host:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing; it only chooses the network
+        return probe.getsockname()[0]

@@ -14,11 +14,14 @@ from typing import Any
 import pyarrow as pa
 
 from furlong.ops import records
-from furlong.ops.protocols import Commit
+from furlong.ops.protocols import Commit, StaleFence
 from furlong.resources.lake_filter import FilterError, Where, normalised, to_expression, to_sql
 from furlong.resources.lake_table import Conflict, LakeError, LakeTable
 
 _TRIES = 12
+_FENCED = frozenset({"weight_versions"})
+PUBLISHER = "publisher"
+"""The role of those who make versions; each role of a run has its own fencing tokens."""
 _STAGES = {
     "prompts": "prompts",
     "groups": "rollouts",
@@ -75,21 +78,24 @@ class Lake:
                 self._absent[table] = (wanted, snapshot.version())
             return found
 
-    def commit_once(self, table: str, key: Where, data: pa.Table) -> Commit:
+    def commit_once(self, table: str, key: Where, data: pa.Table, fence: int | None = None) -> Commit:
         """Append rows unless rows with this key exist; all or nothing, whoever else tries at the same time.
 
         Args:
             key: columns and values that every row of `data` has and that no row of another commit has.
+            fence: the caller's token from `take_fence`; only for `weight_versions`.
         Returns:
             `wrote=False` when the same rows (measured columns aside) were there already.
         Raises:
             RowsDifferError: other rows stand under this key.
+            StaleFence: a newer token was given out; nothing was written.
             LakeError: storage failed; nothing of `data` is visible unless an earlier try committed it.
         """
         handle, wanted, data = self._prepare(table, key, data)
         with handle.lock:
             for wait in _waits():
                 snapshot = handle.ensure()
+                mark = _checked_fence(handle, snapshot, key, PUBLISHER, fence)
                 # A stage looks before it works; what was absent from this very version need not be looked for again.
                 seen = self._absent.get(table) == (wanted, snapshot.version())
                 found = data.slice(0, 0) if seen else handle.select(snapshot, wanted)
@@ -98,24 +104,71 @@ class Lake:
                 if found.num_rows or not data.num_rows:
                     return Commit(table, snapshot.version(), found.num_rows, wrote=False)
                 try:
-                    version = handle.write(snapshot, data, key.get("run", ""), _note(table, key), None)
+                    version = handle.write(snapshot, data, key.get("run", ""), _note(table, key), None, mark)
                     return Commit(table, version, data.num_rows, wrote=True)
                 except Conflict:
                     time.sleep(wait)
         raise _contended(handle)
 
-    def replace(self, table: str, key: Where, data: pa.Table) -> Commit:
-        """Swap all rows with this key for `data` in one transaction; with no rows in `data` they are removed."""
+    def replace(
+        self,
+        table: str,
+        key: Where,
+        data: pa.Table,
+        fence: int | None = None,
+        role: str = PUBLISHER,
+        expected: pa.Table | None = None,
+    ) -> Commit:
+        """Swap all rows with this key for `data` in one transaction; with no rows in `data` they are removed.
+
+        Args:
+            fence, role: the caller's token from `take_fence`, and for which role; only for `weight_versions`.
+            expected: the rows that the caller read and built `data` from; None to swap whatever stands.
+        Raises:
+            RowsDifferError: other rows than `expected` stand; nothing was written.
+            StaleFence: a newer token was given out; nothing was written.
+        """
         handle, wanted, data = self._prepare(table, key, data)
         with handle.lock:
             for wait in _waits():
                 snapshot = handle.ensure()
+                mark = _checked_fence(handle, snapshot, key, role, fence)
+                if expected is not None:
+                    _same(handle, key, handle.select(snapshot, wanted), expected)
                 try:
-                    version = handle.write(snapshot, data, key.get("run", ""), _note(table, key), to_sql(wanted))
+                    replaced = to_sql(wanted)
+                    version = handle.write(snapshot, data, key.get("run", ""), _note(table, key), replaced, mark)
                     return Commit(table, version, data.num_rows, wrote=True)
                 except Conflict:
                     time.sleep(wait)
         raise _contended(handle)
+
+    def take_fence(self, run: str, role: str = PUBLISHER) -> int:
+        """A fencing token higher than any given out for this run and role, for ever; holders of lower ones are shut out.
+
+        It stands in the log of `weight_versions`, so that a fenced commit checks it and writes on one snapshot.
+        """
+        handle = self._handle("weight_versions")
+        with handle.lock:
+            for wait in _waits():
+                try:
+                    return handle.claim(handle.ensure(), _fence_name(run, role))
+                except Conflict:
+                    time.sleep(wait)
+        raise _contended(handle)
+
+    def vacuum(self, table: str, retention_hours: int = 168, dry_run: bool = False) -> list[str]:
+        """Remove data files that hold no row any more, and return (or, dry, only tell) their paths below the table.
+
+        Files that the newest version needs stay; older versions of the table can no longer be read completely.
+
+        Args:
+            retention_hours: only files that left the table longer ago; a process that still reads an older snapshot
+                needs its files, so 0 is for a lake that nobody else uses.
+        """
+        if retention_hours < 0:
+            raise FilterError(f"{table}: a retention of {retention_hours} hours is in the future; give 0 or more")
+        return self._handle(table).vacuum(retention_hours, dry_run)
 
     def version(self, table: str) -> int | None:
         """The newest Delta version; None when the table does not exist yet."""
@@ -152,6 +205,36 @@ class Lake:
                 f"{table}: {strays} of {data.num_rows} rows do not have the key {key}; correct key or rows"
             )
         return handle, wanted, data
+
+
+def _fence_name(run: str, role: str) -> str:
+    """The application whose transaction version is the newest token: Delta keeps it in the log and in checkpoints, and
+    lets two commits that both name it collide."""
+    return f"fence/{role}/{run}"
+
+
+def _checked_fence(
+    handle: LakeTable, snapshot: Any, key: Where, role: str, fence: int | None
+) -> tuple[str, int] | None:
+    """The mark that a commit bears so that it collides with a taker of tokens; None for a commit without a token."""
+    if fence is None:
+        return None
+    if handle.name not in _FENCED:
+        raise FilterError(f"{handle.name} takes no fencing token, only {', '.join(sorted(_FENCED))} does; leave it out")
+    name = _fence_name(key["run"], role)
+    newest = handle.claimed(snapshot, name)
+    if fence < newest:
+        raise StaleFence(
+            f"run {key['run']}: fencing token {fence} is out of date, {newest} is the newest: another {role} has taken "
+            f"over this run, and nothing was written to {handle.name}; end this one, or take_fence again to take over "
+            "in turn"
+        )
+    if fence > newest:
+        raise LakeError(
+            f"run {key['run']}: fencing token {fence} was never given out to a {role} by {handle.uri}, whose newest is "
+            f"{newest}; nothing was written: was the lake replaced meanwhile? Use a token from take_fence"
+        )
+    return name, fence
 
 
 def _same(handle: LakeTable, key: Where, found: pa.Table, offered: pa.Table) -> None:

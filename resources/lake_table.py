@@ -114,16 +114,26 @@ class LakeTable:
         with self._naming("counting its rows"):
             return self._dataset(table, wanted).count_rows(filter=to_expression(self.name, wanted))
 
-    def write(self, table: DeltaTable, data: pa.Table, run: str, note: dict[str, str], replaced: str | None) -> int:
+    def write(
+        self,
+        table: DeltaTable,
+        data: pa.Table,
+        run: str,
+        note: dict[str, str],
+        replaced: str | None,
+        mark: tuple[str, int] | None = None,
+    ) -> int:
         """Commit to the very snapshot that was looked at, and return the new Delta version.
 
         Args:
             table: snapshot from `ensure`; a commit by another writer of the same run since then is a Conflict.
             replaced: SQL of the rows to swap for `data`; None to append.
+            mark: an application and the number it has in this snapshot; a `claim` of it since then is a Conflict.
         """
-        properties = CommitProperties(
-            custom_metadata=note, app_transactions=[Transaction(f"{self.name}/{run}", table.version() + 1)]
-        )
+        marks = [Transaction(f"{self.name}/{run}", table.version() + 1)]
+        if mark is not None:
+            marks.append(Transaction(*mark))
+        properties = CommitProperties(custom_metadata=note, app_transactions=marks)
         with self.lock, self._naming("committing to it"):
             write_deltalake(
                 table,
@@ -134,10 +144,43 @@ class LakeTable:
                 commit_properties=properties,
                 post_commithook_properties=_HOOKS,
             )
-            version = table.version()
-            if version % _CHECKPOINT_EVERY == 0:
-                table.create_checkpoint()
-            return version
+            _checkpoint(table)
+            return table.version()
+
+    def claimed(self, table: DeltaTable, application: str) -> int:
+        """The highest number claimed for an application, as of this snapshot; 0 before the first."""
+        return table.transaction_version(application) or 0
+
+    def claim(self, table: DeltaTable, application: str) -> int:
+        """Give out the next number: a commit of no rows, only a log entry. Another claim since `table` is a Conflict."""
+        number = self.claimed(table, application) + 1
+        properties = CommitProperties(
+            custom_metadata={"claim": f"{application}/{number}"}, app_transactions=[Transaction(application, number)]
+        )
+        parts = table.metadata().partition_columns
+        with self.lock, self._naming("claiming a number in it"):
+            table.create_write_transaction(
+                [], "append", table.schema(), parts, commit_properties=properties, post_commithook_properties=_HOOKS
+            )
+            table.update_incremental()
+            _checkpoint(table)
+        return number
+
+    def vacuum(self, retention_hours: int, dry_run: bool) -> list[str]:
+        """Remove data files that no row of the newest version is in and that are older; returns their paths."""
+        table = self.latest()
+        if table is None:
+            return []
+        with self.lock, self._naming("vacuuming it"):
+            # Delta's own floor of a week protects readers of old versions; here the caller decides.
+            gone = table.vacuum(
+                retention_hours=retention_hours,
+                dry_run=dry_run,
+                enforce_retention_duration=False,
+                post_commithook_properties=_HOOKS,
+            )
+            table.update_incremental()
+            return gone
 
     def history(self, limit: int | None) -> list[dict]:
         with self.lock, self._naming("reading its history"):
@@ -207,6 +250,11 @@ class LakeTable:
                 f"table {self.name} at {self.uri}: {doing} failed: {_one_line(err)}; what was committed before stands, "
                 "nothing else is visible: remove the cause (a full disk, permissions, a damaged file) and run again"
             ) from err
+
+
+def _checkpoint(table: DeltaTable) -> None:
+    if table.version() % _CHECKPOINT_EVERY == 0:
+        table.create_checkpoint()
 
 
 def _statistics(name: str) -> dict[str, str]:

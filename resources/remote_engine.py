@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.ops.protocols import Attestation, GenerateRequest, Sample
 from furlong.ops.spec import Placement, RunSpec
-from furlong.resources.actors import Actor, call, find_or_start
+from furlong.resources.actors import Actor, call, end_actors, find_or_start
+from furlong.resources.cluster import ensure_cluster
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from furlong.ops.weights.layout import Offer, Piece
     from furlong.resources.models import ModelFolder
 
 CONCURRENCY = 4
@@ -19,17 +21,30 @@ CONTROL_DEADLINE = 60.0
 """Seconds for what an engine answers between two decode steps."""
 
 
-def start_engine(run: str, spec: RunSpec, model: ModelFolder, placement: Placement) -> RemoteEngine:
-    """The run's engine, found or started with the base model as version 0.
+def start_engine(run: str, spec: RunSpec, model: ModelFolder, placement: Placement, number: int) -> RemoteEngine:
+    """Engine `number` of the run, found or started with the base model as version 0.
 
     A found engine serves whatever version it last activated; replies that a dead driver had asked for are ended.
     """
-    args = (str(model.path), 0, spec.model.dtype, placement.threads, tuple(model.stop_token_ids))
+    tp = placement.engine_tp
+    args = (str(model.path), 0, spec.model.dtype, placement.threads, tuple(model.stop_token_ids), tp)
     factory = "furlong.resources.engines.local:LocalEngine"
-    engine = RemoteEngine(find_or_start("engine", run, factory, args, placement, CONCURRENCY))
+    engine = RemoteEngine(find_or_start(role(number), run, factory, args, placement, CONCURRENCY))
     engine.resume()
     engine.abort()
     return engine
+
+
+def end_superfluous(run: str, placement: Placement) -> None:
+    """End the run's engines that `placement` has no number for; they would hold a copy of the weights for nobody."""
+    ensure_cluster(placement)
+    wanted = {role(number) for number in range(placement.engines)}
+    end_actors(placement, lambda name: name.run != run or not name.role.startswith(role(0)) or name.role in wanted)
+
+
+def role(number: int) -> str:
+    """What an engine is called among the actors: `engine`, `engine-1`, `engine-2`, ..."""
+    return f"engine-{number}" if number else "engine"
 
 
 class RemoteEngine:
@@ -48,26 +63,39 @@ class RemoteEngine:
     def abort(self, request_ids: list[str] | None = None) -> int:
         return self._control("abort", request_ids)
 
-    def pause(self) -> None:
-        self._control("pause")
+    def pause(self, lease: float) -> None:
+        self._control("pause", lease)
 
     def resume(self) -> None:
         self._control("resume")
 
-    def load_anchor(self, folder: str, version: int) -> Attestation:
-        return call(self.actor, "load_anchor", folder, version)
+    def layout(self) -> list[dict[str, Piece]]:
+        return self._control("layout")
 
-    def stage(self, version: int, base_version: int, deltas: pa.Table) -> Attestation:
-        return call(self.actor, "stage", version, base_version, deltas)
+    def load_anchor(self, path: str, version: int, chain: list[pa.Table], fence: int) -> Attestation:
+        return call(self.actor, "load_anchor", path, version, chain, fence)
 
-    def activate(self, version: int) -> None:
-        self._control("activate", version)
+    def stage(self, version: int, base_version: int, deltas: pa.Table, fence: int) -> Attestation:
+        return call(self.actor, "stage", version, base_version, deltas, fence)
+
+    def receive(self, offer: Offer, engine: int) -> Attestation:
+        return call(self.actor, "receive", offer, engine)
+
+    def activate(self, version: int, fence: int) -> None:
+        self._control("activate", version, fence)
+
+    def revert(self, version: int, fence: int) -> None:
+        self._control("revert", version, fence)
 
     def attest(self) -> Attestation:
         return call(self.actor, "attest")
 
     def health(self) -> dict[str, Any]:
         return self._control("health")
+
+    def end(self) -> None:
+        """End the engine's process, whatever it is at."""
+        end_actors(self.actor.placement, lambda name: name != self.actor.name)
 
     def _control(self, method: str, *args: Any) -> Any:
         return call(self.actor, method, *args, deadline=CONTROL_DEADLINE, control=True)

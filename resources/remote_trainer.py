@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from furlong.ops.spec import Placement, RunSpec
+from furlong.ops.weights.layout import Offer, Piece
 from furlong.resources.actors import Actor, call, find_or_start
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ def start_trainer(run: str, spec: RunSpec, model: ModelFolder, placement: Placem
 
 
 class RemoteTrainer:
-    """Implements `ops.stages.context.StepTrainer`; methods raise ActorLost and ActorTimeout besides the trainer's errors."""
+    """Implements `ops.stages.context.StepTrainer` and `ops.protocols.WeightSource`.
+
+    Methods raise ActorLost and ActorTimeout besides the trainer's errors.
+    """
 
     def __init__(self, actor: Actor):
         self.actor = actor
@@ -32,6 +36,19 @@ class RemoteTrainer:
 
     def publishable(self, step: int, attempt: int) -> dict[str, Any]:
         return call(self.actor, "publishable", step, attempt)
+
+    def anchor(self, version: int, digest: str) -> str:
+        return call(self.actor, "anchor", version, digest)
+
+    def holds(self, digest: str) -> bool:
+        """Whether it has the weights of that digest in memory, to send them."""
+        return call(self.actor, "holds", digest)
+
+    def holdings(self) -> list[list[Piece]]:
+        return call(self.actor, "holdings")
+
+    def send(self, offer: Offer) -> int:
+        return call(self.actor, "send", offer)
 
     def settle(self) -> None:
         """Wait until a save in progress is on disk."""

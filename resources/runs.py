@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,25 +13,34 @@ import pyarrow as pa
 
 from furlong.ops import records
 from furlong.ops.history import load_series
+from furlong.ops.protocols import StaleFence
 from furlong.ops.report import build_report
 from furlong.ops.spec import Placement, RunSpec
-from furlong.ops.stages.chain import delta_path, next_step, one_row
+from furlong.ops.stages.chain import next_step
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey
 from furlong.ops.stages.evals import evals
 from furlong.ops.stages.prompts import prompts
 from furlong.ops.stages.rewards import rewards
 from furlong.ops.stages.rollouts import rollouts
 from furlong.ops.stages.train_step import train_step
-from furlong.ops.stages.weight_publish import verify, weight_publish
+from furlong.ops.stages.weight_publish import weight_publish
 from furlong.ops.tasks.prompts import prompt_rows
 from furlong.ops.tasks.render import ChatTokenizer, decode, load_tokenizer, render_prompt
+from furlong.ops.weights.costs import choose
+from furlong.ops.weights.layout import nbytes, specs, whole
+from furlong.resources.cluster import own_address
 from furlong.resources.drives import Drive
 from furlong.resources.lake import Lake
 from furlong.resources.models import ModelFolder
-from furlong.resources.remote_engine import RemoteEngine, start_engine
+from furlong.resources.remote_engine import RemoteEngine, end_superfluous, start_engine
 from furlong.resources.remote_trainer import RemoteTrainer, start_trainer
 from furlong.resources.tracking import Tracker
 from furlong.resources.verifier import VerifierWorker
+from furlong.resources.weights.fleet import Fleet
+from furlong.resources.weights.publisher import Publication, PublishError, publish
+
+RECENT = 20
+"""How many versions back `auto` looks to compare transports."""
 
 PERFORM: dict[str, Callable[[Run, StepKey], StageReport]] = {
     "prompts": prompts,
@@ -64,7 +72,6 @@ class OpenRun:
         self.observer: Observer | None = None
         self.drive: Drive | None = None
         self._series: dict[str, dict[int, float]] | None = None
-        self._proved: int | None = None
 
     @property
     def folder(self) -> Path:
@@ -86,8 +93,16 @@ class OpenRun:
         return start_trainer(self.name, self.spec, self.model, self.placement)
 
     @cached_property
-    def engine(self) -> RemoteEngine:
-        return start_engine(self.name, self.spec, self.model, self.placement)
+    def engines(self) -> Fleet:
+        count = self.placement.engines
+        end_superfluous(self.name, self.placement)
+        with ThreadPoolExecutor(count) as pool:
+            members = list(pool.map(self._start_engine, range(count)))
+        return Fleet(self.name, self.lake, str(self.model.path), members, self._restart_engine)
+
+    @cached_property
+    def fence(self) -> int:
+        return self.lake.take_fence(self.name)
 
     @cached_property
     def tracker(self) -> Tracker:
@@ -95,10 +110,14 @@ class OpenRun:
 
     def connect(self) -> None:
         """Meet all parties at once, since each takes seconds to start."""
-        parties = ("verifier", "tracker", "tokenizer", "engine", "trainer")
+        parties = ("verifier", "tracker", "tokenizer", "engines", "trainer")
         with ThreadPoolExecutor(len(parties)) as pool:
             for future in [pool.submit(getattr, self, name) for name in parties]:
                 future.result()
+
+    def renew(self) -> None:
+        """Forget the fencing token: another process may have driven this run since it was taken."""
+        vars(self).pop("fence", None)
 
     @property
     def context_length(self) -> int:
@@ -120,24 +139,56 @@ class OpenRun:
     def prompt_rows(self) -> pa.Table:
         return records.rows("prompts", prompt_rows(self.spec.data, self.spec.seed))
 
-    def engine_at(self, version: int) -> RemoteEngine:
-        """The engine, serving `version`: brought there from the lake, and proved by digest in this process."""
-        serving = self.engine.health()["version"]
-        if serving == version == self._proved:
-            return self.engine
-        chain = [0, *delta_path(self.lake, self.name, version)]
-        if serving not in chain:
-            self.engine.load_anchor(str(self.model.path), 0)
-            serving = 0
-        for base, later in pairwise(chain[chain.index(serving) :]):
-            self.engine.stage(later, base, self.lake.read("weight_deltas", {"run": self.name, "version": later}))
-            self.engine.activate(later)
-        verify(one_row(self.lake, "weight_versions", {"run": self.name, "version": version}), self.engine.attest())
-        self._proved = version
-        return self.engine
+    def engines_at(self, version: int) -> Fleet:
+        return self.engines.at(version, self.fence)
 
-    def attested(self, version: int) -> None:
-        self._proved = version
+    def publish(self, row: dict[str, Any]) -> dict[str, Any]:
+        """See `ops.stages.context.Run`; what fails by another transport is tried once more from the lake's own rows."""
+        deltas = self.lake.read("weight_deltas", {"run": self.name, "version": row["version"]})
+        chosen = self._transport(row, deltas)
+        retried_because = ""
+        try:
+            told = self._publish(row, deltas, chosen)
+        except PublishError as err:
+            if isinstance(err.__cause__, StaleFence):
+                raise
+            retried_because = str(err)
+            told = self._publish(row, deltas, "disk_delta")
+        self.engines.proved(row["version"])
+        proofs = [{"engine": p.engine, "version": p.version, "digest": p.digest} for p in told.attestations]
+        numbers = {name: getattr(told, name) for name in ("transport", "wire_bytes", "stage_seconds", "pause_seconds")}
+        return {"attestations": proofs, **numbers, "retried_because": retried_because}
+
+    def _publish(self, row: dict[str, Any], deltas: pa.Table, transport: str) -> Publication:
+        engines = self.engines.before(row, self.fence)
+        deadline, host = self.placement.publish_deadline, own_address(self.placement)
+        return publish(engines, self.trainer, row, deltas, transport, self.fence, deadline, host=host)
+
+    def _transport(self, row: dict[str, Any], deltas: pa.Table) -> str:
+        """The placement's, or for `auto` the one that is expected to be fastest by what earlier publications took."""
+        asked = self.placement.transport
+        if not self.trainer.holds(row["digest"]):
+            return "disk_delta"  # a trainer that was lost meanwhile has nothing to send
+        if asked != "auto":
+            return asked
+        recent = {
+            "run": self.name,
+            "state": "live",
+            "version": list(range(max(1, row["version"] - RECENT), row["version"])),
+        }
+        columns = ["version", "transport", "wire_bytes", "stage_seconds"]
+        changed = set(deltas["name"].to_pylist())
+        full = sum(nbytes(whole(spec), spec) for spec in specs(row["tensors"]) if spec.name in changed)
+        engines = self.placement.engines
+        sizes = {"broadcast": full, "p2p": full * engines, "disk_delta": row["delta_bytes"] * engines}
+        return choose(self.lake.read("weight_versions", recent, columns).to_pylist(), sizes)
+
+    def _start_engine(self, number: int) -> RemoteEngine:
+        return start_engine(self.name, self.spec, self.model, self.placement, number)
+
+    def _restart_engine(self, number: int) -> RemoteEngine:
+        self.engines.members[number].end()
+        return self._start_engine(number)
 
     def perform(self, stage: str, key: StepKey) -> StageReport:
         """Run one stage of a step, telling the observer and MLflow."""

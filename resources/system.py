@@ -72,6 +72,7 @@ class System:
             run = self._open[name]
             run.observer = self._observer
             run.drive = Drive(self.placement.folder)
+            run.renew()
             try:
                 run.connect()
                 if dagster_run:
@@ -92,19 +93,10 @@ class System:
 
     def _load(self, name: str) -> Any:
         from furlong.resources.lake import Lake
-        from furlong.resources.models import resolve
         from furlong.resources.runs import OpenRun
+        from furlong.resources.weights.run_model import run_model
 
-        row = one_row(Lake(self.placement.lake_uri()), "runs", {"run": name})
-        if row is None:
-            raise SpecError(f"no run {name!r} in the lake {self.placement.lake_uri()}; start it with the rl_run job")
-        spec = _stored_spec(row)
-        model = resolve(spec.model, spec.data, spec.seed, self.placement.folder)
-        if model.digest != row["base_digest"]:
-            raise SpecError(
-                f"run {name}: its base model in {model.path} has changed since the run began ({model.digest[:12]}, was "
-                f"{row['base_digest'][:12]}); restore the folder, or start another run"
-            )
+        row, spec, model = run_model(Lake(self.placement.lake_uri()), name, self.placement)
         return OpenRun(row, spec, model, self.placement)
 
     def _unfinished(self, lake: Any, spec: RunSpec) -> str:

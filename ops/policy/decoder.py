@@ -14,6 +14,7 @@ from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.kv_cache import KVCache
 from furlong.ops.policy.layer import Layer, NormWeight
 from furlong.ops.policy.packed_linear import PackedLinear
+from furlong.ops.policy.shard import WHOLE, Shard, Whole
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -25,14 +26,22 @@ class WeightsError(RuntimeError):
 class Decoder:
     """One weights version, ready to run. Immutable: new weights make a new Decoder, sharing what did not change."""
 
-    def __init__(self, architecture: Architecture, tensors: dict[str, Tensor], before: Decoder | None = None):
+    def __init__(
+        self,
+        architecture: Architecture,
+        tensors: dict[str, Tensor],
+        before: Decoder | None = None,
+        share: Whole | Shard = WHOLE,
+    ):
         """
         Args:
-            architecture: the model's shape.
+            architecture: the model's shape, or that of the part this rank has of it.
             tensors: every tensor of `architecture.shapes()`, in one dtype; read, never written.
             before: an older version; layers whose tensors are the very same objects are taken over from it.
+            share: what the rank's part is made one with the others' by.
         """
         self.architecture = architecture
+        self._share = share
         self.tensors = tensors
         self.dtype = tensors[EMBEDDING].dtype
         same = {name for name, tensor in tensors.items() if before and before.tensors[name] is tensor}
@@ -75,7 +84,7 @@ class Decoder:
         """Run prompts of one length, cache them as the prompts of index `at`, and return the logits after each."""
         U, P = prompts.shape
         arch, N = self.architecture, self.architecture.heads
-        x_TH = F.embedding(prompts.reshape(-1), self.tensors[EMBEDDING]).float()
+        x_TH = self._share.embed(prompts.reshape(-1), self.tensors[EMBEDDING])
         turn = self._rotation(torch.arange(P)).repeat(U, 1, 1)
         for index, layer in enumerate(self._layers):
             heads = layer.project(x_TH, arch, turn).view(U, P, N + 2 * arch.kv_heads, arch.head_dim)
@@ -84,7 +93,7 @@ class Decoder:
             seen = F.scaled_dot_product_attention(
                 q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=1.0, enable_gqa=True
             )
-            layer.finish(x_TH, seen.transpose(1, 2).reshape(U * P, N * arch.head_dim), arch)
+            layer.finish(x_TH, seen.transpose(1, 2).reshape(U * P, N * arch.head_dim), arch, self._share)
         return self._logits(x_TH.view(U, P, -1)[:, -1])
 
     def decode(
@@ -92,11 +101,11 @@ class Decoder:
     ) -> Float[Tensor, "rows vocab"]:
         """Feed each row its reply token number `slot`, counted from 0, and return the logits after it."""
         arch, N = self.architecture, self.architecture.heads
-        x_BH = F.embedding(tokens, self.tensors[EMBEDDING]).float()
+        x_BH = self._share.embed(tokens, self.tensors[EMBEDDING])
         turn = self._rotation(positions)
         for index, layer in enumerate(self._layers):
             heads = layer.project(x_BH, arch, turn)
-            layer.finish(x_BH, cache.attend(index, slot, heads[:, :N], heads[:, N:]), arch)
+            layer.finish(x_BH, cache.attend(index, slot, heads[:, :N], heads[:, N:]), arch, self._share)
         return self._logits(x_BH)
 
     def _rotation(self, positions: Int[Tensor, " tokens"]) -> Tensor:
@@ -106,7 +115,7 @@ class Decoder:
 
     def _logits(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         normed = F.rms_norm(x, (x.shape[-1],), self._final_norm.wide, self.architecture.norm_eps)
-        return self._head(normed.to(self.dtype))
+        return self._share.complete(self._head(normed.to(self.dtype)))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.packed_linear import PackedLinear
+from furlong.ops.policy.shard import Shard, Whole
 
 _QKV = ("q", "k", "v")
 _PARTS = {
@@ -78,13 +79,17 @@ class Layer:
         return heads
 
     def finish(
-        self, x: Float[Tensor, "tokens hidden"], seen: Float[Tensor, "tokens heads_d"], arch: Architecture
+        self,
+        x: Float[Tensor, "tokens hidden"],
+        seen: Float[Tensor, "tokens heads_d"],
+        arch: Architecture,
+        share: Whole | Shard,
     ) -> None:
         """Add the attention output and the gated feed-forward block (Shazeer 2020) to the residual stream, in place."""
-        x += self._out(seen.to(self._dtype))
+        x += share.total(self._out(seen.to(self._dtype)))
         normed = F.rms_norm(x, x.shape[-1:], self._norm2.wide, arch.norm_eps).to(self._dtype)
         gate, up = self._gate_up(normed).chunk(2, dim=-1)
-        x += self._down(F.silu(gate) * up)
+        x += share.total(self._down(F.silu(gate) * up))
 
     def served(self, arch: Architecture, index: int) -> dict[str, Tensor]:
         """This layer's tensors by Hugging Face name, read back from the copies that the products use."""

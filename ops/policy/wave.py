@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
@@ -24,10 +24,19 @@ PREFILL_TOKENS = 2048
 
 @dataclass(frozen=True)
 class Live:
-    """Weights that serve, and their version."""
+    """The weights of one version, ready to serve."""
 
     version: int
     decoder: Decoder
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of drafts and adapters, by name: held and published like the decoder's, not used by it."""
+    serial: int = 0
+    """Unique within an engine, as a version may be loaded more than once; ranks refer to weights by it."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything held, by Hugging Face name."""
+        return self.decoder.tensors | self.extras
 
 
 class StepSource(Protocol):

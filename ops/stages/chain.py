@@ -47,7 +47,12 @@ def starting_version(lake: LakeLike, key: StepKey) -> int:
             f"{key}: step {key.step - 1} is being repeated; finish that first by running it with attempt 0"
         )
     row = version_row(lake, key.run, before["version_after"])
-    if row is None or row["state"] != "live":
+    if row is not None and row["state"] == "collected":
+        raise StageError(
+            f"{key}: the weights that step {key.step - 1} published, version {row['version']}, were collected; only the "
+            "newest step can be taken or repeated"
+        )
+    if row is None or row["state"] == "staged":
         raise StageError(f"{key}: step {key.step - 1} has not published its weights; run its weight_publish first")
     return row["version"]
 
@@ -77,19 +82,61 @@ def next_version(lake: LakeLike, key: StepKey) -> int:
     return max([0, *lake.read("steps", around, ["version_after"])["version_after"].to_pylist()]) + 1
 
 
-def delta_path(lake: LakeLike, run: str, version: int) -> list[int]:
-    """Versions to apply in order on top of the anchor to get `version`; empty for the anchor itself."""
-    columns = ["version", "kind", "parent"]
-    rows = {r["version"]: r for r in lake.read("weight_versions", {"run": run}, columns).to_pylist()}
-    path: list[int] = []
+CHAIN_COLUMNS = ["version", "state", "kind", "parent", "anchor", "digest", "full_bytes", "delta_bytes"]
+_WINDOW = 64
+"""Versions read at once while walking back; most chains end within one read."""
+
+
+def chain_rows(lake: LakeLike, run: str, version: int) -> list[dict[str, Any]]:
+    """CHAIN_COLUMNS of the versions that `version` is built from: itself first, its nearest anchor last.
+
+    Raises:
+        StageError: a version of the chain is not in the lake, was collected, or has no parent and no anchor.
+    """
+    known: dict[int, dict[str, Any]] = {}
+    path: list[dict[str, Any]] = []
     at = version
     while True:
-        if at not in rows:
-            raise StageError(f"run {run}: weights version {at}, needed to rebuild {version}, is not in the lake")
-        if rows[at]["kind"] == "anchor":
-            return path[::-1]
-        path.append(at)
-        at = rows[at]["parent"]
+        if at not in known:
+            around = {"run": run, "version": list(range(max(0, at - _WINDOW + 1), at + 1))}
+            known |= {row["version"]: row for row in lake.read("weight_versions", around, CHAIN_COLUMNS).to_pylist()}
+        row = known.get(at)
+        _check_link(run, version, at, row)
+        path.append(row)
+        if row["kind"] == "anchor":
+            return path
+        at = row["parent"]
+
+
+def delta_path(lake: LakeLike, run: str, version: int) -> tuple[str, list[int]]:
+    """How to build `version`: the `anchor` of its nearest complete copy (`base`, or a path below the lake), and the
+    versions whose deltas to apply to that, in order; none when `version` is an anchor itself."""
+    *path, anchor = chain_rows(lake, run, version)
+    return anchor["anchor"], [row["version"] for row in reversed(path)]
+
+
+def anchor_due(lake: LakeLike, run: str, parent: int, delta_bytes: int, full_bytes: int, anchor_every: int) -> bool:
+    """Whether the version about to be published on `parent` should be a complete copy too.
+
+    It should when it is the `anchor_every`-th since the last, or when the deltas since then, with its own
+    `delta_bytes`, outweigh a copy of `full_bytes`: from there on a copy is also the faster way to build it.
+    """
+    *path, _ = chain_rows(lake, run, parent)
+    return len(path) + 1 >= anchor_every or sum(row["delta_bytes"] for row in path) + delta_bytes > full_bytes
+
+
+def _check_link(run: str, version: int, at: int, row: dict[str, Any] | None) -> None:
+    needed = f"run {run}: weights version {at}" + (f", needed to build {version}," if at != version else "")
+    if row is None:
+        raise StageError(f"{needed} is not in the lake; restore the table weight_versions, or use another version")
+    if row["state"] == "collected":
+        raise StageError(
+            f"{needed} was collected, so its bytes are gone; use a version that is not, and tag versions to keep them"
+        )
+    if row["kind"] == "anchor" and row["anchor"] is None:
+        raise StageError(f"{needed} is an anchor without a place; restore the table weight_versions")
+    if row["kind"] != "anchor" and (row["parent"] is None or row["parent"] >= at):
+        raise StageError(f"{needed} has parent {row['parent']}, which is no earlier one; restore weight_versions")
 
 
 def attempts(lake: LakeLike, run: str, step: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from furlong.ops.protocols import Commit, Engine, LakeLike, Verifier
+from furlong.ops.protocols import Commit, GenerateRequest, LakeLike, Sample, Verifier
 from furlong.ops.spec import RunSpec
 
 STAGES = ("prompts", "rollouts", "rewards", "train_step", "weight_publish")
@@ -37,6 +37,16 @@ class StepKey:
         return f"{self.run} step {self.step}" + (f" attempt {self.attempt}" if self.attempt > 1 else "")
 
 
+class Engines(Protocol):
+    """All engines of a run at one weights version."""
+
+    def generate(self, requests: list[GenerateRequest]) -> list[Sample]:
+        """Draw all replies, in the order asked."""
+
+    def fingerprint(self) -> str:
+        """What the replies were computed with."""
+
+
 class StepTrainer(Protocol):
     """A trainer that finds its own state and batches in the lake (`resources.trainers.host`)."""
 
@@ -49,6 +59,9 @@ class StepTrainer(Protocol):
 
     def publishable(self, step: int, attempt: int) -> dict[str, Any]:
         """{deltas, tensors, digest, full_bytes, delta_bytes, changed_fraction} of the weights after a step."""
+
+    def anchor(self, version: int, digest: str) -> str:
+        """Write the weights of that digest, which it must hold, as a complete copy; returns its place below the lake."""
 
 
 class Run(Protocol):
@@ -73,11 +86,19 @@ class Run(Protocol):
     def prompt_rows(self) -> pa.Table:
         """The rows of `prompts` that this run's data section describes."""
 
-    def engine_at(self, version: int) -> Engine:
-        """An engine that has attested `version`, brought there from the lake if need be."""
+    def engines_at(self, version: int) -> Engines:
+        """The engines, each brought to `version` from the lake if need be and proved by digest."""
 
-    def attested(self, version: int) -> None:
-        """Told when the engine's proof of `version` was checked, so that `engine_at` need not ask for it again."""
+    def publish(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Bring the staged version `row` to every engine and flip; returns the row's columns that tell how it went.
+
+        Raises:
+            StageError: an engine could not stage or prove it; the version before serves everywhere.
+        """
+
+    @property
+    def fence(self) -> int:
+        """This driver's fencing token: the lake and the engines refuse it once a later driver has taken one."""
 
 
 @dataclass

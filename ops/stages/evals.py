@@ -76,8 +76,8 @@ def _measure(run: Run, version: int, report: StageReport) -> list[dict[str, Any]
                     )
                 )
                 owner.append((mode, prompt["prompt_id"]))
-    engine = run.engine_at(version)
-    samples = report.work(lambda: engine.generate(requests))
+    engines = run.engines_at(version)
+    samples = report.work(lambda: engines.generate(requests))
     replies = []
     for request, (mode, prompt_id), sample in zip(requests, owner, samples, strict=True):
         check_sample(request, sample, version)

@@ -35,6 +35,8 @@ def _publish_base(run: Run, key: StepKey, report: StageReport) -> None:
     row = {
         "run": key.run, "version": 0, "step": 0, "attempt": 1, "state": "live", "kind": "anchor", "parent": None,
         "digest": base["digest"], "tensors": base["tensors"], "anchor": "base", "full_bytes": base["full_bytes"],
-        "delta_bytes": 0, "changed_fraction": 0.0, "attestations": [], "staged_at": now, "live_at": now,
+        "delta_bytes": 0, "changed_fraction": 0.0, "attestations": [], "fence": run.fence, "transport": "none",
+        "wire_bytes": 0, "stage_seconds": 0.0, "pause_seconds": 0.0, "retried_because": "", "staged_at": now, "live_at": now,
     }  # fmt: skip
-    report.note(run.lake.commit_once("weight_versions", where, records.rows("weight_versions", [row])))
+    rows = records.rows("weight_versions", [row])
+    report.note(run.lake.commit_once("weight_versions", where, rows, fence=run.fence))

@@ -82,10 +82,10 @@ def _trajectories(run: Run, key: StepKey, groups: pa.Table, version: int, report
                 )
             )
             owners.append((group, sample))
-    engine = run.engine_at(version)
+    engines = run.engines_at(version)
     started = time.time()
-    samples = report.work(lambda: engine.generate(requests))
-    fingerprint = engine.health()["engine"]
+    samples = report.work(lambda: engines.generate(requests))
+    fingerprint = engines.fingerprint()
     rows = []
     for request, (group, index), sample in zip(requests, owners, samples, strict=True):
         check_sample(request, sample, version)

@@ -14,21 +14,21 @@ import pyarrow as pa
 
 from furlong.ops import records
 from furlong.ops.protocols import Attestation
-from furlong.ops.stages.chain import one_row
+from furlong.ops.stages.chain import anchor_due, one_row
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
 
 NUMBERS = ("loss", "grad_norm", "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3")
 
 
 def weight_publish(run: Run, key: StepKey) -> StageReport:
-    """Commit `weight_deltas`, then `weight_versions` as staged, then as live once the engine attested it."""
+    """Commit `weight_deltas`, then `weight_versions` as staged, then as live once every engine attested it."""
     with reporting("weight_publish", key) as report:
         step = _gate(run, key)
         where = {"run": key.run, "version": step["version_after"]}
         row = one_row(run.lake, "weight_versions", where)
         if row is None:
             row = _stage_in_lake(run, key, step, report)
-        if row["state"] != "live":
+        if row["state"] == "staged":
             row = _flip(run, row, report)
         report.values = {
             "version": row["version"],
@@ -38,6 +38,12 @@ def weight_publish(run: Run, key: StepKey) -> StageReport:
             "delta_bytes": row["delta_bytes"],
             "delta_over_full": row["delta_bytes"] / row["full_bytes"],
             "changed_fraction": row["changed_fraction"],
+            "kind": row["kind"],
+            "transport": row["transport"],
+            "wire_bytes": row["wire_bytes"],
+            "stage_seconds": row["stage_seconds"],
+            "pause_seconds": row["pause_seconds"],
+            "retried_because": row["retried_because"],
             "engines": ", ".join(a["engine"] for a in row["attestations"]),
         }
     return report
@@ -71,13 +77,19 @@ def _stage_in_lake(run: Run, key: StepKey, step: dict[str, Any], report: StageRe
     deltas = _renumber(made["deltas"], key.run, step["version_after"], step["version_before"])
     if deltas.num_rows:
         report.note(run.lake.commit_once("weight_deltas", where, deltas))
+    anchor, every = None, run.spec.weights.anchor_every
+    if anchor_due(run.lake, key.run, step["version_before"], made["delta_bytes"], made["full_bytes"], every):
+        anchor = report.work(lambda: run.trainer.anchor(step["version_after"], made["digest"]))
     row = {
-        **key.columns(), **where, "state": "staged", "kind": "delta", "parent": step["version_before"],
-        "digest": made["digest"], "tensors": made["tensors"], "anchor": None, "full_bytes": made["full_bytes"],
-        "delta_bytes": made["delta_bytes"], "changed_fraction": made["changed_fraction"], "attestations": [],
+        **key.columns(), **where, "state": "staged", "kind": "anchor" if anchor else "delta",
+        "parent": step["version_before"], "digest": made["digest"], "tensors": made["tensors"], "anchor": anchor,
+        "full_bytes": made["full_bytes"], "delta_bytes": made["delta_bytes"],
+        "changed_fraction": made["changed_fraction"], "attestations": [], "fence": run.fence, "transport": "none",
+        "wire_bytes": 0, "stage_seconds": 0.0, "pause_seconds": 0.0, "retried_because": "",
         "staged_at": time.time(), "live_at": None,
     }  # fmt: skip
-    report.note(run.lake.commit_once("weight_versions", where, records.rows("weight_versions", [row])))
+    rows = records.rows("weight_versions", [row])
+    report.note(run.lake.commit_once("weight_versions", where, rows, fence=run.fence))
     return row
 
 
@@ -92,18 +104,10 @@ def _renumber(deltas: pa.Table, run: str, version: int, base_version: int) -> pa
 
 
 def _flip(run: Run, row: dict[str, Any], report: StageReport) -> dict[str, Any]:
+    told = report.work(lambda: run.publish(row))
+    row = {**row, **told, "state": "live", "fence": run.fence, "live_at": time.time()}
     where = {"run": row["run"], "version": row["version"]}
-    engine = run.engine_at(row["parent"])
-    deltas = run.lake.read("weight_deltas", where)
-    staged = report.work(lambda: engine.stage(row["version"], row["parent"], deltas))
-    verify(row, staged)
-    report.work(lambda: engine.activate(row["version"]))
-    live = report.work(engine.attest)
-    verify(row, live)
-    run.attested(row["version"])
-    attested = {"engine": live.engine, "version": live.version, "digest": live.digest}
-    row = {**row, "state": "live", "attestations": [attested], "live_at": time.time()}
-    report.note(run.lake.replace("weight_versions", where, records.rows("weight_versions", [row])))
+    report.note(run.lake.replace("weight_versions", where, records.rows("weight_versions", [row]), fence=run.fence))
     return row
 
 

@@ -6,25 +6,58 @@ has no rows at all, which only the digest over the whole version (`ops.weights.d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
-import torch
+from blake3 import blake3
 from torch import Tensor
 
 from furlong.ops import records
-from furlong.ops.weights.codec import CodecError, decode_chunk, encode_chunk, word_type
-from furlong.ops.weights.digest import dtype_name, raw_bytes, tensor_digest
+from furlong.ops.weights.codec import RAW, encode_chunk, raw_chunk, word_type
+from furlong.ops.weights.digest import digest_start, dtype_name, raw_bytes
+from furlong.ops.weights.layout import Piece
+from furlong.ops.weights.patch import DeltaError, patch
+from furlong.ops.weights.scan import scan
 
 CHUNK_BYTES = 16 * 2**20
 """Most raw tensor bytes behind one row."""
-_THREADS = 2
+THREADS = 2
+"""Threads that `encode` and `apply` use."""
+_WORTH_A_THREAD = 2**20
+T = TypeVar("T")
 
 
-class DeltaError(ValueError):
-    """Tensors or rows from which the exact new version cannot be made; the message names tensor and chunk."""
+@dataclass(frozen=True)
+class Encoded:
+    """A version as changed bytes, and what was learnt while comparing."""
+
+    rows: pa.Table
+    """Of `weight_deltas`, sorted by name and chunk."""
+    digests: dict[str, str]
+    """`tensor_digest` of every new tensor, changed or not."""
+    changed_fraction: float
+    """As `changed_fraction` gives it."""
+
+
+@dataclass(frozen=True)
+class _Coded:
+    chunks: list[tuple[int, int, str, bytes]]
+    digest: str
+    elements: int
+
+
+def encode_and_digest(
+    version: int, base_version: int, run: str, old: dict[str, Tensor], new: dict[str, Tensor]
+) -> Encoded:
+    """As `encode`, with the digests and the changed share found in the same pass over the bytes."""
+    coded = _code_all(old, new, digesting=True)
+    digests = {name: coded[name].digest for name in sorted(new)}
+    changed = sum(part.elements for part in coded.values()) / max(1, sum(tensor.numel() for tensor in new.values()))
+    return Encoded(_rows(version, base_version, run, new, coded, digests), digests, changed)
 
 
 def encode(
@@ -34,57 +67,40 @@ def encode(
 
     Args:
         version, base_version: weights versions of `new` and `old`; run: the run they belong to.
-        old, new: dense CPU tensors with equal names, dtypes and shapes.
+        old, new: dense CPU tensors. What is only in `old` gets no rows: the version's manifest leaves it out. What is
+            only in `new`, or has another dtype or shape there, gets `raw` rows.
         digests: `tensor_digest` of each new tensor; receivers check their result against it.
     Raises:
-        DeltaError: the two sets differ in names, dtypes or shapes, or a digest is missing.
+        DeltaError: a digest is missing.
     """
-    _same_layout(old, new)
     missing = sorted(set(new) - set(digests))
     if missing:
         raise DeltaError(f"no digest for tensors {missing[:3]}: receivers verify each one; pass tensor_digest of all")
-    before = {name: raw_bytes(tensor) for name, tensor in old.items()}
-    after = {name: raw_bytes(tensor) for name, tensor in new.items()}
-    spans = [
-        (n, lo, min(lo + CHUNK_BYTES, len(after[n])))
-        for n in sorted(new)
-        for lo in range(0, len(after[n]), CHUNK_BYTES)
-    ]
-
-    def code(span: tuple[str, int, int]) -> tuple[str, bytes, int]:
-        name, lo, hi = span
-        return encode_chunk(before[name][lo:hi], after[name][lo:hi], new[name].element_size())
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        coded = list(pool.map(code, spans))
-    changed = {name for (name, _, _), (_, _, count) in zip(spans, coded, strict=True) if count}
-    kept = [(span, part) for span, part in zip(spans, coded, strict=True) if span[0] in changed]
-    columns = {
-        "run": [run] * len(kept),
-        "version": [version] * len(kept),
-        "base_version": [base_version] * len(kept),
-        "name": [name for (name, _, _), _ in kept],
-        "chunk": [lo // CHUNK_BYTES for (_, lo, _), _ in kept],
-        "offset": [lo for (_, lo, _), _ in kept],
-        "length": [hi - lo for (_, lo, hi), _ in kept],
-        "dtype": [dtype_name(new[name]) for (name, _, _), _ in kept],
-        "shape": [list(new[name].shape) for (name, _, _), _ in kept],
-        "encoding": [encoding for _, (encoding, _, _) in kept],
-        "digest": [digests[name] for (name, _, _), _ in kept],
-        "data": [payload for _, (_, payload, _) in kept],
-    }
-    return records.validate("weight_deltas", pa.table(columns, schema=records.TABLES["weight_deltas"]))
+    return _rows(version, base_version, run, new, _code_all(old, new, digesting=False), digests)
 
 
-def apply(rows: pa.Table, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The complete new tensors for the names in `rows`, bit for bit; nothing is written into `tensors`.
+def apply(
+    rows: pa.Table,
+    tensors: dict[str, Tensor],
+    pieces: dict[str, Piece] | None = None,
+    into: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The new tensors for the names in `rows`, bit for bit; nothing is written into `tensors`.
 
     Args:
         rows: `weight_deltas` rows of one version of one run, in any order.
-        tensors: the base version's dense CPU tensors, at least those named in `rows`.
+        tensors: the base version's dense CPU tensors, at least those named in `rows`; not needed where all chunks of
+            a tensor are `raw`.
+        pieces: for a rank that holds parts of tensors, which part of each name in `rows`: `tensors` and the result
+            then hold just these. The digest of a tensor can be verified only where its piece is complete; for the
+            others whoever puts the pieces together has to.
+        into: tensors that nobody reads any more, such as those of the version before the base. A result with the
+            layout of the one of its name is written there, and returned: getting fresh memory from the system takes
+            several times as long as all the rest. After an error their contents are undefined.
     Raises:
         DeltaError: rows of several versions; a missing, duplicate, overlapping or unreadable chunk; another dtype or
-            shape than the base's; or a result whose digest is not the recorded one.
+            shape than the base's; a name without base or piece; a tensor in `into` that shares memory with its base;
+            or a result whose digest is not the recorded one.
     """
     rows = records.validate("weight_deltas", rows)
     parts = rows.drop_columns(["data"]).to_pylist()
@@ -94,16 +110,24 @@ def apply(rows: pa.Table, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             f"rows of {len(origins)} (run, version, base_version) are mixed, e.g. {sorted(origins)[:2]}: deltas are "
             "applied one version at a time; select one"
         )
-    by_name: dict[str, list[dict[str, Any]]] = {}
+    by_name: dict[str, list[dict]] = {}
     for part, payload in zip(parts, rows.column("data"), strict=True):
         by_name.setdefault(part["name"], []).append({**part, "data": payload.as_buffer()})
-    absent = sorted(set(by_name) - set(tensors))
+    absent = sorted(n for n in by_name if n not in tensors and any(part["encoding"] != RAW for part in by_name[n]))
     if absent:
         raise DeltaError(f"tensors {absent[:3]} of the delta are not in the base; load its base version completely")
-    with ThreadPoolExecutor(_THREADS) as pool:
-        # Largest first, so that no thread is left alone with the embedding at the end.
-        names = sorted(by_name, key=lambda name: (-tensors[name].nbytes, name))
-        fresh = dict(zip(names, pool.map(lambda name: _rebuild(by_name[name], tensors[name]), names), strict=True))
+    unplaced = sorted(set(by_name) - set(pieces)) if pieces is not None else []
+    if unplaced:
+        raise DeltaError(
+            f"it is not said which piece of tensors {unplaced[:3]} this rank holds; give pieces for all names in the "
+            "rows, or leave out the rows of tensors it does not hold"
+        )
+
+    def rebuild(name: str) -> Tensor:
+        piece = None if pieces is None else pieces[name]
+        return patch(by_name[name], tensors.get(name), piece, None if into is None else into.get(name))
+
+    fresh = _for_each(rebuild, {name: sum(part["length"] for part in by_name[name]) for name in by_name})
     return {name: fresh[name] for name in sorted(fresh)}
 
 
@@ -113,87 +137,91 @@ def full_bytes(tensors: dict[str, Tensor]) -> int:
 
 
 def changed_fraction(old: dict[str, Tensor], new: dict[str, Tensor]) -> float:
-    """Share in [0, 1] of elements whose bits differ; 0.0 when there are no elements.
-
-    Raises:
-        DeltaError: the two sets differ in names, dtypes or shapes.
-    """
-    _same_layout(old, new)
+    """Share in [0, 1] of the elements of `new` whose bits differ from `old` or that have no counterpart there (a new
+    name, another dtype or shape); 0.0 when there are no elements."""
 
     def count(name: str) -> int:
-        size = new[name].element_size()
-        differ = raw_bytes(old[name]).view(word_type(size)) != raw_bytes(new[name]).view(word_type(size))
-        return int(np.count_nonzero(differ.reshape(new[name].numel(), -1).any(axis=1) if size > 8 else differ))
+        if not _same_layout(old.get(name), new[name]):
+            return new[name].numel()
+        word = word_type(new[name].element_size())
+        index, _ = scan(raw_bytes(old[name]).view(word), raw_bytes(new[name]).view(word))
+        return _elements(index, new[name])
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        changed = sum(pool.map(count, [name for name in new if new[name].numel()]))
+    changed = sum(_for_each(count, {name: tensor.nbytes for name, tensor in new.items()}).values())
     return changed / max(1, sum(tensor.numel() for tensor in new.values()))
 
 
-def _same_layout(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    odd = sorted(set(old) ^ set(new))
-    if odd:
-        raise DeltaError(
-            f"tensors {odd[:3]} are in only one of the versions; a delta needs equal names, write an anchor"
-        )
-    for name, tensor in new.items():
-        if tensor.shape != old[name].shape or tensor.dtype != old[name].dtype:
-            raise DeltaError(
-                f"{name}: {dtype_name(old[name])}{list(old[name].shape)} became "
-                f"{dtype_name(tensor)}{list(tensor.shape)}; a delta needs equal dtypes and shapes, write an anchor"
-            )
+def _same_layout(old: Tensor | None, new: Tensor) -> bool:
+    return old is not None and old.dtype == new.dtype and old.shape == new.shape
 
 
-def _rebuild(parts: list[dict[str, Any]], base: Tensor) -> Tensor:
-    parts = sorted(parts, key=lambda part: part["chunk"])
-    name, size = parts[0]["name"], base.element_size()
-    _tiles(parts, base)
-    fresh = raw_bytes(base).copy()
-    for part in parts:
-        lo = part["offset"]
-        try:
-            decode_chunk(part["encoding"], part["data"], fresh[lo : lo + part["length"]], size)
-        except CodecError as err:
-            raise DeltaError(
-                f"{name}, chunk {part['chunk']} of version {part['version']} cannot be applied: {err}; "
-                "read the rows again, or rebuild the version from an anchor"
-            ) from err
-    tensor = torch.from_numpy(fresh).view(base.dtype).reshape(base.shape)
-    found = tensor_digest(tensor)
-    if found != parts[0]["digest"]:
-        raise DeltaError(
-            f"{name}, chunks 0 to {len(parts) - 1} of version {parts[0]['version']}: the result has digest {found}, "
-            f"recorded is {parts[0]['digest']}; the base is not version {parts[0]['base_version']} or rows were "
-            "altered: load that base, or rebuild the version from an anchor"
-        )
-    return tensor
+def _elements(words: np.ndarray, tensor: Tensor) -> int:
+    """How many elements the changed words, in rising order, belong to."""
+    if tensor.element_size() <= 8:
+        return len(words)
+    return len(np.unique(words // (tensor.element_size() // 8)))
 
 
-def _tiles(parts: list[dict[str, Any]], base: Tensor) -> None:
-    """Refuse unless the chunks, sorted by number, cover exactly the tensor they and the base describe."""
-    name, size, end = parts[0]["name"], base.element_size(), 0
-    for number, part in enumerate(parts):
-        where = f"{name}, chunk {part['chunk']} of version {part['version']}"
-        if (part["dtype"], part["shape"]) != (dtype_name(base), list(base.shape)):
-            raise DeltaError(
-                f"{where} is for {part['dtype']}{part['shape']}, but the base is {dtype_name(base)}{list(base.shape)}; "
-                f"load base version {part['base_version']} of the same model"
-            )
-        if part["digest"] != parts[0]["digest"]:
-            raise DeltaError(
-                f"{where} has another digest than chunk {parts[0]['chunk']}; rows of two writers are mixed"
-            )
-        if part["chunk"] != number:
-            fault = "appears twice" if part["chunk"] < number else f"is there, but chunk {number} is missing"
-            raise DeltaError(f"{where} {fault}; read the version's rows again, or rebuild it from an anchor")
-        if part["offset"] != end or part["length"] <= 0 or part["length"] % size:
-            raise DeltaError(
-                f"{where} covers {part['length']} bytes from {part['offset']}, but elements of {size} bytes go on at "
-                f"{end}; the row was altered: rebuild the version from an anchor"
-            )
-        end += part["length"]
-    if end != base.nbytes:
-        raise DeltaError(
-            f"{name}, chunk {len(parts)} of version {parts[0]['version']} is missing: chunks cover {end} of "
-            f"{base.nbytes} bytes; read the version's rows again, or rebuild it from an anchor"
-        )
+def _code_all(old: dict[str, Tensor], new: dict[str, Tensor], digesting: bool) -> dict[str, _Coded]:
+    return _for_each(
+        lambda name: _code(old.get(name), new[name], digesting), {name: tensor.nbytes for name, tensor in new.items()}
+    )
+
+
+def _for_each(work: Callable[[str], T], sizes: dict[str, int]) -> dict[str, T]:
+    """Results of `work` by name, from as many threads as pay (numpy, zstd and blake3 let go of the lock).
+
+    Args:
+        sizes: bytes by name; the largest goes first, so that no thread is left alone with it at the end.
+    """
+    # Threads take names from one iterator, which the interpreter makes safe: a future for each would cost as much as
+    # coding a small tensor.
+    names = iter(sorted(sizes, key=lambda name: (-sizes[name], name)))
+    if THREADS == 1 or sum(sizes.values()) < _WORTH_A_THREAD:
+        return {name: work(name) for name in names}
+    with ThreadPoolExecutor(THREADS) as pool:
+        shares = [pool.submit(lambda: [(name, work(name)) for name in names]) for _ in range(THREADS)]
+        return dict(pair for share in shares for pair in share.result())
+
+
+def _code(old: Tensor | None, new: Tensor, digesting: bool) -> _Coded:
+    """The chunks (first byte, byte after the last, encoding, payload) of a tensor; none when nothing changed."""
+    hasher = digest_start(new.dtype, new.shape) if digesting else blake3()
+    word = word_type(new.element_size())
+    after = raw_bytes(new).view(word)
+    before = raw_bytes(old).view(word) if _same_layout(old, new) else None
+    chunks, elements = [], new.numel() if before is None else 0
+    # A tensor without bytes that is new or has another layout still needs a row, which tells the layout.
+    for lo in range(0, max(1, after.nbytes) if before is None else after.nbytes, CHUNK_BYTES):
+        hi = min(lo + CHUNK_BYTES, after.nbytes)
+        span = slice(lo // word.itemsize, hi // word.itemsize)
+        if before is None:
+            chunks.append((lo, hi, RAW, raw_chunk(after[span].view(np.uint8))))
+            if digesting:
+                hasher.update(after[span].view(np.uint8))
+            continue
+        index, moved = scan(before[span], after[span], hasher.update if digesting else None)
+        elements += _elements(index, new)
+        chunks.append((lo, hi, *encode_chunk(before[span], after[span], index, moved)))
+    return _Coded(chunks if elements or before is None else [], hasher.hexdigest() if digesting else "", elements)
+
+
+def _rows(
+    version: int, base_version: int, run: str, new: dict[str, Tensor], coded: dict[str, _Coded], digests: dict[str, str]
+) -> pa.Table:
+    kept = [(name, number, *chunk) for name in sorted(new) for number, chunk in enumerate(coded[name].chunks)]
+    columns = {
+        "run": [run] * len(kept),
+        "version": [version] * len(kept),
+        "base_version": [base_version] * len(kept),
+        "name": [name for name, *_ in kept],
+        "chunk": [number for _, number, *_ in kept],
+        "offset": [lo for _, _, lo, *_ in kept],
+        "length": [hi - lo for _, _, lo, hi, *_ in kept],
+        "dtype": [dtype_name(new[name]) for name, *_ in kept],
+        "shape": [list(new[name].shape) for name, *_ in kept],
+        "encoding": [encoding for *_, encoding, _ in kept],
+        "digest": [digests[name] for name, *_ in kept],
+        "data": [payload for *_, payload in kept],
+    }
+    return records.validate("weight_deltas", pa.table(columns, schema=records.TABLES["weight_deltas"]))

@@ -6,6 +6,7 @@ Two tensors share a digest exactly when dtype, shape and every bit agree, so NaN
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,12 @@ def raw_bytes(tensor: Shaped[Tensor, ...]) -> UInt8[np.ndarray, " nbytes"]:
 
 def tensor_digest(tensor: Shaped[Tensor, ...]) -> str:
     """64 hex digits of blake3 over dtype name, shape and bytes of a dense CPU tensor; empty and 0-d are legal."""
-    shape = ",".join(str(size) for size in tensor.shape)
-    digest = blake3(f"{dtype_name(tensor)}[{shape}]\n".encode())
-    return digest.update(raw_bytes(tensor)).hexdigest()
+    return digest_start(tensor.dtype, tensor.shape).update(raw_bytes(tensor)).hexdigest()
+
+
+def digest_start(dtype: torch.dtype, shape: Sequence[int]) -> blake3:
+    """The hasher that gives `tensor_digest` once it was fed the tensor's bytes in order, in runs of any length."""
+    return blake3(f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]\n".encode())
 
 
 def weights_digest(digests: dict[str, str]) -> str:

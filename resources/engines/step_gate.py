@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from furlong.ops.policy.wave import Live
@@ -16,8 +17,6 @@ class EngineError(RuntimeError):
 
 STEP_DEADLINE = 600.0
 """Seconds one step may keep others waiting; the longest step is the prefill of a wave."""
-PAUSE_DEADLINE = 1800.0
-"""Seconds a paused generation waits for `resume` or `abort` before it fails."""
 
 
 class StepGate:
@@ -27,7 +26,7 @@ class StepGate:
         self._live = live
         self._changed = threading.Condition()
         self._stepping = False
-        self._paused = False
+        self._paused_until = -math.inf
         self._exchanging = 0
         self._running: set[str] = set()
         self._aborted: set[str] = set()
@@ -39,7 +38,8 @@ class StepGate:
 
     @property
     def paused(self) -> bool:
-        return self._paused
+        """Whether a pause was neither ended by `resume` nor by its lease."""
+        return time.monotonic() < self._paused_until
 
     @property
     def running(self) -> int:
@@ -59,13 +59,11 @@ class StepGate:
 
     @contextmanager
     def step(self) -> Iterator[Live | None]:
-        """See `StepSource`; EngineError when nobody resumed within PAUSE_DEADLINE."""
+        """See `StepSource`; a pause holds it up for as long as the pause's lease at most."""
         with self._changed:
-            self._wait(
-                lambda: self._news or not (self._paused or self._exchanging),
-                PAUSE_DEADLINE,
-                "generation was paused and not resumed; call resume() or abort()",
-            )
+            while not self._news and (self._exchanging or self.paused):
+                left = self._paused_until - time.monotonic()
+                self._changed.wait(left if left > 0 else STEP_DEADLINE)
             self._stepping = not self._news
             live = self._live if self._stepping else None
         try:
@@ -95,15 +93,28 @@ class StepGate:
             self._changed.notify_all()
             return len(fresh)
 
-    def pause(self) -> None:
-        """Returns once no step is under way."""
+    def pause(self, lease: float) -> None:
+        """Returns once no step is under way; of several pauses the latest one's lease counts.
+
+        Args:
+            lease: seconds, counted from the call, after which steps go on by themselves.
+        Raises:
+            EngineError: the step under way took longer than the lease, which is over.
+        """
+        if not 0 < lease < math.inf:
+            raise EngineError(f"a pause of {lease} s: give a positive, finite lease, after which the pause may end")
         with self._changed:
-            self._paused = True
-            self._wait(lambda: not self._stepping, STEP_DEADLINE, "a decode step does not end; restart the engine")
+            until = self._paused_until = time.monotonic() + lease
+            self._changed.wait_for(lambda: not self._stepping or self._paused_until != until, lease)
+            if self._stepping and self._paused_until == until:
+                raise EngineError(
+                    f"the decode step under way took longer than the pause's lease of {lease:g} s, so nothing is paused; "
+                    "pause again with a longer lease"
+                )
 
     def resume(self) -> None:
         with self._changed:
-            self._paused = False
+            self._paused_until = -math.inf
             self._changed.notify_all()
 
     def exchange(self, live: Live) -> None:
@@ -111,13 +122,9 @@ class StepGate:
         with self._changed:
             self._exchanging += 1
             try:
-                self._wait(lambda: not self._stepping, STEP_DEADLINE, "a decode step does not end; restart the engine")
+                if not self._changed.wait_for(lambda: not self._stepping, STEP_DEADLINE):
+                    raise EngineError(f"a decode step has not ended in {STEP_DEADLINE:.0f} s; restart the engine")
                 self._live = live
             finally:
                 self._exchanging -= 1
                 self._changed.notify_all()
-
-    def _wait(self, until: Callable[[], object], seconds: float, advice: str) -> None:
-        begin = time.monotonic()
-        if not self._changed.wait_for(until, seconds):
-            raise EngineError(f"waited {time.monotonic() - begin:.0f} s: {advice}")

@@ -22,7 +22,10 @@ from furlong.ops.stages.chain import committed_step, committed_steps, one_row
 from furlong.ops.stages.context import StageError, StepKey
 from furlong.ops.weights import delta
 from furlong.ops.weights.digest import manifest, weights_digest
+from furlong.ops.weights.layout import Offer, Piece, specs, whole
 from furlong.resources.actors import code_hash
+from furlong.resources.weights.anchors import write_anchor
+from furlong.resources.weights.send import send
 
 BASE = (0, 1)
 """Where a freshly loaded base model stands: (step, attempt)."""
@@ -88,18 +91,35 @@ class TrainerHost:
         if self.at != (step, attempt) or self.before is None:
             self._reach(step - 1)
             self._advance(step, attempt)
-        digests = {row["name"]: row["digest"] for row in self.tensors}
-        rows = delta.encode(0, 0, self.run, self.before, self.after, digests)
+        encoded = delta.encode_and_digest(0, 0, self.run, self.before, self.after)
         self.made = {
-            "deltas": rows,
+            "deltas": encoded.rows,
             "tensors": self.tensors,
-            "digest": weights_digest(digests),
+            "digest": weights_digest(encoded.digests),
             "full_bytes": delta.full_bytes(self.after),
-            "delta_bytes": pc.sum(pc.binary_length(rows["data"])).as_py() or 0,
-            "changed_fraction": delta.changed_fraction(self.before, self.after),
+            "delta_bytes": pc.sum(pc.binary_length(encoded.rows["data"])).as_py() or 0,
+            "changed_fraction": encoded.changed_fraction,
         }
         self.before = None  # as large as the model, and no longer needed
         return self.made
+
+    def anchor(self, version: int, digest: str) -> str:
+        """Write the weights held as a complete copy below the lake; returns its place there."""
+        self._require(digest)
+        return write_anchor(self.lake.uri, self.run, version, self.after, digest)
+
+    def holds(self, digest: str) -> bool:
+        """Whether the weights held have this digest."""
+        return bool(self.tensors) and self._digest() == digest
+
+    def holdings(self) -> list[list[Piece]]:
+        """One rank, which has every tensor whole."""
+        return [[whole(spec) for spec in specs(self.tensors)]]
+
+    def send(self, offer: Offer) -> int:
+        """Send the weights held; refuses when they are not the offer's."""
+        self._require(weights_digest({spec.name: spec.digest for spec in offer.tensors}))
+        return send(offer, 0, {whole(spec): self.after[spec.name] for spec in offer.tensors})
 
     def health(self) -> dict[str, Any]:
         """Where the trainer stands."""
@@ -111,6 +131,14 @@ class TrainerHost:
         saver, self.saver = self.saver, None
         if saver:
             saver.join()
+
+    def _require(self, digest: str) -> None:
+        if not self.holds(digest):
+            held = self._digest()[:12] if self.tensors else "none"
+            raise StageError(
+                f"run {self.run}: the trainer was asked for weights {digest[:12]} but holds {held}, after (step, "
+                f"attempt) {self.at}; publish from the lake, with FURLONG_TRANSPORT=disk_delta, or run the step again"
+            )
 
     def _reach(self, step: int) -> None:
         """Bring weights and optimiser to the state after the latest committed attempt of `step`."""

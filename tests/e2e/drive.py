@@ -18,11 +18,11 @@ def die_at(point: dict) -> None:
     for name in ("commit_once", "replace"):
         original = getattr(Lake, name)
 
-        def wrapped(self, table, key, data, _original=original, _name=name):
+        def wrapped(self, table, key, data, fence=None, _original=original, _name=name):
             hit = table == point["table"] and _step(key, data) == point["step"] and point.get("how", _name) == _name
             if hit and point["when"] == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = _original(self, table, key, data)
+            result = _original(self, table, key, data, fence)
             if hit:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result

@@ -8,6 +8,7 @@ import pytest
 from dagster import AssetKey
 
 from furlong.pipelines.definitions import defs
+from furlong.pipelines.hf_checkpoint import hf_checkpoint
 from furlong.pipelines.partitions import STEPS, parse_partition_key, partition_key
 
 GRAPH = {
@@ -17,7 +18,10 @@ GRAPH = {
     "train_step": ["rewards", "rollouts"],
     "weight_publish": ["train_step"],
     "evals": ["weight_publish"],
+    "hf_checkpoint": ["weight_publish"],
 }
+ON_DEMAND = {"hf_checkpoint"}
+"""Assets that no job materialises."""
 HEAVY = ("torch", "transformers", "mlflow", "sglang", "megatron", "ray", "reasoning_gym", "matplotlib")
 
 
@@ -40,8 +44,16 @@ def test_every_asset_but_the_prompt_table_has_a_partition_per_step():
 def test_both_jobs_exist_and_run_in_one_process():
     jobs = {job.name: job for job in defs.resolve_all_job_defs() if not job.name.startswith("__")}
     assert set(jobs) == {"rl_step", "rl_run"}
-    assert set(jobs["rl_step"].asset_layer.executable_asset_keys) == {AssetKey(name) for name in GRAPH}
+    assert set(jobs["rl_step"].asset_layer.executable_asset_keys) == {
+        AssetKey(name) for name in GRAPH.keys() - ON_DEMAND
+    }
     assert {job.executor_def.name for job in jobs.values()} == {"in_process"}
+
+
+def test_a_checkpoint_that_does_not_reload_stops_what_follows():
+    (check,) = defs.resolve_asset_graph().asset_check_keys
+    assert (check.asset_key, check.name) == (AssetKey("hf_checkpoint"), "reloads_to_the_same_logits")
+    assert hf_checkpoint.get_spec_for_check_key(check).blocking
 
 
 def test_loading_the_code_location_is_quick_and_imports_nothing_heavy():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from furlong.ops.weights.digest import manifest, raw_bytes, tensor_digest, weights_digest
+from furlong.ops.weights.digest import digest_start, manifest, raw_bytes, tensor_digest, weights_digest
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -33,6 +33,15 @@ def test_dtype_shape_and_every_bit_matter():
     ]  # fmt: skip
     digests = {tensor_digest(t) for t in [zeros, *others]}
     assert len(digests) == len(others) + 1
+
+
+def test_a_digest_may_be_taken_in_parts():
+    tensor = torch.arange(70, dtype=torch.float64).reshape(7, 10)
+    for step in (1, 8, 33, 4096):
+        hasher = digest_start(tensor.dtype, tensor.shape)
+        for lo in range(0, tensor.nbytes, step):
+            hasher.update(raw_bytes(tensor)[lo : lo + step])
+        assert hasher.hexdigest() == tensor_digest(tensor)
 
 
 def test_nan_payloads_are_told_apart():

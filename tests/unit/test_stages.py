@@ -7,11 +7,14 @@ import shutil
 import pytest
 
 from furlong.ops import records
+from furlong.ops.protocols import StaleFence
 from furlong.ops.spec import Placement, SpecError
 from furlong.ops.stages.context import STAGES, StageError, StepKey
 from furlong.resources.engines.local import LocalEngine
+from furlong.resources.lake import Lake
 from furlong.resources.system import System
 from furlong.resources.trainers.host import ReplayMismatch, StepAlreadyTaken, TrainerHost, _Saver
+from furlong.resources.weights.fleet import Fleet
 
 RUN = "quick"
 
@@ -28,6 +31,10 @@ def new_engine(run):
     return LocalEngine(str(model.path), 0, run.spec.model.dtype, 1, list(model.stop_token_ids))
 
 
+def new_fleet(run):
+    return Fleet(RUN, run.lake, str(run.model.path), [new_engine(run)], lambda number: new_engine(run))
+
+
 def new_trainer(run):
     lake = run.placement.lake_uri()
     return TrainerHost(run.spec.canonical(), run.name, str(run.model.path), lake, str(run.folder / "state"), 1)
@@ -37,7 +44,7 @@ def open_run(root, spec, overrides=None):
     system = System(Placement(root=str(root), threads=1))
     system.start_run(spec, overrides or {}, RUN)
     run = system._load(RUN)
-    vars(run).update(engine=new_engine(run), trainer=new_trainer(run), tracker=Silent())
+    vars(run).update(engines=new_fleet(run), trainer=new_trainer(run), tracker=Silent())
     return run
 
 
@@ -94,13 +101,13 @@ def test_a_stage_done_twice_adds_nothing(run):
 
 def test_a_nan_log_probability_fails_the_step_and_names_the_trajectory(run, monkeypatch):
     take(run, 1, stages=("prompts",))
-    honest = run.engine.generate
+    honest = run.engines.members[0].generate
 
     def broken(requests):
         samples = honest(requests)
         return [dataclasses.replace(samples[0], logprobs=(math.nan, *samples[0].logprobs[1:])), *samples[1:]]
 
-    monkeypatch.setattr(run.engine, "generate", broken)
+    monkeypatch.setattr(run.engines.members[0], "generate", broken)
     with pytest.raises(StageError, match=r"quick-00001\.1-g000-s00.*nan"):
         take(run, 1, stages=("rollouts",))
     assert run.lake.read("trajectories", {"run": RUN}).num_rows == 0
@@ -138,11 +145,11 @@ def test_steps_must_come_in_order(run):
 
 def test_a_new_trainer_and_a_new_engine_continue_bitwise(run, undisturbed):
     take(run, 1)
-    vars(run).update(trainer=new_trainer(run), engine=new_engine(run))
+    vars(run).update(trainer=new_trainer(run), engines=new_fleet(run))
     take(run, 2)
     run.trainer.settle()
     assert (run.folder / "state" / "00002.1").is_dir(), "save_every is 2"
-    vars(run).update(trainer=new_trainer(run), engine=new_engine(run))
+    vars(run).update(trainer=new_trainer(run), engines=new_fleet(run))
     take(run, 3)
     assert live(run) == undisturbed
 
@@ -200,22 +207,80 @@ def test_a_missing_trajectory_stops_the_step(run):
         take(run, 1, stages=("train_step",))
 
 
-def test_an_engine_with_other_bytes_is_not_flipped(run, monkeypatch):
+def corrupted(honest):
+    """A method of an engine whose proof has another digest for one tensor."""
+
+    def corrupt(*args):
+        proof = honest(*args)
+        return dataclasses.replace(proof, tensors={**proof.tensors, min(proof.tensors): "0" * 64})
+
+    return corrupt
+
+
+@pytest.fixture(params=["auto", "broadcast", "p2p", "disk_delta"])
+def transport(request, run):
+    run.placement = run.placement.model_copy(update={"transport": request.param})
+    return request.param
+
+
+def test_an_engine_with_other_bytes_is_not_flipped(run, transport, monkeypatch):
     take(run, 1, stages=("prompts", "rollouts", "rewards", "train_step"))
-    honest = run.engine.stage
-
-    def corrupt(version, base, deltas):
-        proof = honest(version, base, deltas)
-        name = min(proof.tensors)
-        return dataclasses.replace(proof, tensors={**proof.tensors, name: "0" * 64})
-
-    monkeypatch.setattr(run.engine, "stage", corrupt)
+    engine = run.engines.members[0]
+    for method in ("stage", "receive"):
+        monkeypatch.setattr(engine, method, corrupted(getattr(engine, method)))
     with pytest.raises(StageError, match=r"tensor .* has digest 000000000000"):
         take(run, 1, stages=("weight_publish",))
     assert set(live(run)) == {0}
+    assert engine.health()["version"] == 0
+    assert not engine.health()["paused"]
     monkeypatch.undo()
     take(run, 1, stages=("weight_publish",))
     assert set(live(run)) == {0, 1}
+
+
+def test_a_transport_that_fails_is_followed_by_the_lake_s_own_rows(run, monkeypatch):
+    take(run, 1, stages=("prompts", "rollouts", "rewards", "train_step"))
+    engine = run.engines.members[0]
+    monkeypatch.setattr(engine, "receive", corrupted(engine.receive))
+    assert take(run, 1, stages=("weight_publish",))["weight_publish"].values["transport"] == "disk_delta"
+    assert set(live(run)) == {0, 1}
+
+
+def test_every_transport_leaves_the_same_versions(run, transport, undisturbed):
+    run.engines = Fleet(
+        RUN, run.lake, str(run.model.path), [new_engine(run), new_engine(run)], lambda _: new_engine(run)
+    )
+    for step in (1, 2, 3):
+        take(run, step)
+    assert live(run) == undisturbed
+    rows = run.lake.read("weight_versions", {"run": RUN, "version": [1, 2, 3]}).to_pylist()
+    used = {row["transport"] for row in rows}
+    assert used == ({transport} if transport != "auto" else {"broadcast", "p2p", "disk_delta"})
+    assert all(row["wire_bytes"] > 0 and row["stage_seconds"] > 0 for row in rows)
+    assert [len(row["attestations"]) for row in rows] == [2, 2, 2]
+
+
+def test_a_driver_that_was_overtaken_can_publish_nothing(run):
+    take(run, 1, stages=("prompts", "rollouts", "rewards", "train_step"))
+    assert run.fence < Lake(run.placement.lake_uri()).take_fence(RUN)
+    with pytest.raises(StaleFence):
+        take(run, 1, stages=("weight_publish",))
+    assert set(live(run)) == {0}
+    run.renew()
+    take(run, 1, stages=("weight_publish",))
+    assert set(live(run)) == {0, 1}
+
+
+def test_complete_copies_are_written_when_due_and_engines_start_from_them(run, undisturbed):
+    run.spec = run.spec.model_copy(update={"weights": run.spec.weights.model_copy(update={"anchor_every": 2})})
+    for step in (1, 2):
+        take(run, step)
+    rows = run.lake.read("weight_versions", {"run": RUN}).to_pylist()
+    assert {row["version"]: row["kind"] for row in rows} == {0: "anchor", 1: "delta", 2: "anchor"}
+    run.lake.replace("weight_deltas", {"run": RUN, "version": 1}, records.TABLES["weight_deltas"].empty_table())
+    run.engines = new_fleet(run)
+    take(run, 3)
+    assert live(run) == undisturbed
 
 
 def test_the_newest_step_can_be_repeated_on_purpose(run):
@@ -255,10 +320,10 @@ def lost_before_groups(run, monkeypatch, step, attempt):
     """Leave a step as a kill between the two tables of its rollouts does."""
     commit = run.lake.commit_once
 
-    def dies(table, key, data):
+    def dies(table, key, data, fence=None):
         if table == "groups":
             raise OSError("killed here")
-        return commit(table, key, data)
+        return commit(table, key, data, fence)
 
     monkeypatch.setattr(run.lake, "commit_once", dies)
     with pytest.raises(OSError, match="killed here"):
@@ -301,7 +366,7 @@ def test_a_step_without_any_gradient_is_recorded_and_published(run, monkeypatch,
     assert digests[0] == digests[1]
     take(run, 2)
     run.trainer = new_trainer(run)
-    run.engine = new_engine(run)
+    run.engines = new_fleet(run)
     take(run, 3)
     assert set(live(run)) == {0, 1, 2, 3}
 

@@ -1,0 +1,69 @@
+"""All weights of an engine in this one process: what `tp_leader.TpRanks` is for several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import psutil
+import pyarrow as pa
+import torch
+
+from furlong.ops.policy.architecture import Architecture
+from furlong.ops.policy.generate import generate
+from furlong.ops.policy.kv_cache import CachePool
+from furlong.ops.policy.shard import pieces
+from furlong.ops.policy.wave import Live
+from furlong.ops.protocols import GenerateRequest, Sample
+from furlong.ops.weights.digest import tensor_digest
+from furlong.ops.weights.layout import Offer, Piece
+from furlong.resources.engines.rank import Rank
+from furlong.resources.engines.step_gate import StepGate
+
+
+class OneRank:
+    """Makes weights versions, digests them, and generates with them."""
+
+    def __init__(self, architecture: Architecture, dtype: torch.dtype, threads: int):
+        self._architecture = architecture
+        self._threads = threads
+        self._rank = Rank(architecture, dtype)
+        self._serials = count(1)
+        self._pool = CachePool()
+
+    def check(self) -> None:
+        """Nothing here can be lost but the process itself."""
+
+    def layout(self) -> list[dict[str, Piece]]:
+        """For each rank, its pieces of the policy's tensors."""
+        return [pieces(self._architecture, 0, 1)]
+
+    def keep(self, live: Live) -> None:
+        """Only this version is still referred to."""
+        self._rank.keep(live)
+
+    def load(self, path: str, version: int, chain: Sequence[pa.Table]) -> Live:
+        return self._rank.load(path, version, chain, next(self._serials))
+
+    def stage(self, version: int, deltas: pa.Table, base: Live) -> Live:
+        return self._rank.stage(version, deltas, base, next(self._serials))
+
+    def receive(self, offer: Offer, engine: int, base: Live) -> Live:
+        return self._rank.receive(offer, engine, base, next(self._serials))
+
+    def digests(self, live: Live) -> dict[str, str]:
+        """Digest of every tensor, read back from the memory that the forward pass reads."""
+        tensors = self._rank.served(live)
+        with ThreadPoolExecutor(self._threads) as pool:
+            return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
+
+    def generate(self, requests: list[GenerateRequest], stop_ids: tuple[int, ...], gate: StepGate) -> list[Sample]:
+        """See `ops.policy.generate.generate`."""
+        return generate(requests, self._architecture, stop_ids, gate, self._pool)
+
+    def resident_bytes(self) -> int:
+        return psutil.Process().memory_info().rss
+
+    def close(self) -> None:
+        """No process to end."""

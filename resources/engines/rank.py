@@ -1,0 +1,85 @@
+"""The weights of one rank of an engine: all of a model, or its part of one that is split over several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from furlong.ops.policy.architecture import Architecture
+from furlong.ops.policy.checkpoint import is_extra, read_tensors
+from furlong.ops.policy.decoder import Decoder
+from furlong.ops.policy.shard import WHOLE, Exchange, Shard, part_of, pieces, whole_piece
+from furlong.ops.policy.wave import Live
+from furlong.ops.weights.delta import apply
+from furlong.ops.weights.layout import Offer
+
+
+class Rank:
+    """Makes weights versions; whoever asks for one keeps it, and gives it a serial number."""
+
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, rank: int = 0, size: int = 1,
+        exchange: Exchange | None = None,
+    ):  # fmt: skip
+        """
+        Args:
+            architecture: of the whole model.
+            dtype: of the policy's tensors.
+            exchange: with the other ranks, for the thread that generates; None for a single one.
+        """
+        self._architecture, self._dtype = architecture, dtype
+        self._number = rank
+        self._part = part_of(architecture, rank, size)
+        self._pieces = pieces(architecture, rank, size)
+        self._share = WHOLE if exchange is None else Shard(architecture, rank, size, exchange)
+        self._made: list[Live] = []
+        self._spare: dict[str, Tensor] = {}
+
+    def load(self, path: str, version: int, chain: Sequence[pa.Table], serial: int) -> Live:
+        """The path's weights, changed by the chain, as in `Engine.load_anchor`."""
+        tensors = read_tensors(path, self._architecture, self._dtype, self._pieces)
+        for deltas in chain:
+            tensors |= self._apply(deltas, tensors)
+        return self._make(version, tensors, None, serial)
+
+    def stage(self, version: int, deltas: pa.Table, base: Live, serial: int) -> Live:
+        """The base changed by the deltas, as in `Engine.stage`; unchanged tensors are shared."""
+        into, self._spare = self._spare, {}
+        return self._make(version, base.tensors | self._apply(deltas, base.tensors, into), base, serial)
+
+    def keep(self, live: Live) -> None:
+        """Every other version is forgotten, and read by nobody: the next one is written where it was, as fresh memory
+        takes several times as long to get as the changes to apply."""
+        mine = live.tensors
+        self._spare = {}
+        for other in self._made:
+            self._spare |= {name: tensor for name, tensor in other.tensors.items() if tensor is not mine.get(name)}
+        self._made = [live]
+
+    def receive(self, offer: Offer, engine: int, base: Live, serial: int) -> Live:
+        """The offered version, from a transfer in which this rank takes part; unchanged tensors are shared."""
+        from furlong.resources.weights.receive import take
+
+        slabs = take(offer, engine, self._number, self._pieces, base.tensors)
+        return self._make(offer.version, slabs, base, serial)
+
+    def served(self, live: Live) -> dict[str, Tensor]:
+        """This rank's piece of every tensor, read back from the memory that the forward pass reads."""
+        return live.decoder.served() | live.extras
+
+    def _apply(
+        self, deltas: pa.Table, tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        shapes = dict(zip(deltas["name"].to_pylist(), deltas["shape"].to_pylist(), strict=True))
+        extras = {name: whole_piece(name, shape) for name, shape in shapes.items() if is_extra(name)}
+        return apply(deltas, tensors, self._pieces | extras, into)
+
+    def _make(self, version: int, tensors: dict[str, Tensor], base: Live | None, serial: int) -> Live:
+        extras = {name: tensor for name, tensor in tensors.items() if is_extra(name)}
+        policy = {name: tensor for name, tensor in tensors.items() if name not in extras}
+        decoder = Decoder(self._part, policy, base.decoder if base else None, self._share)
+        self._made.append(Live(version, decoder, extras, serial))
+        return self._made[-1]

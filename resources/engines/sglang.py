@@ -1,0 +1,311 @@
+"""An engine that is a real SGLang server: this process holds the bytes of its weights and proves what it serves."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from furlong.ops.policy.architecture import read_architecture, read_stop_ids
+from furlong.ops.policy.checkpoint import DTYPES, is_extra, read_tensors
+from furlong.ops.protocols import Attestation, GenerateRequest, Sample
+from furlong.ops.weights.delta import apply
+from furlong.ops.weights.digest import tensor_digest, weights_digest
+from furlong.ops.weights.layout import Offer, Piece
+from furlong.resources.engines.sglang_pause import CONTROL_DEADLINE, ServerPause
+from furlong.resources.engines.sglang_push import PUSH_DEADLINE, Parcel, Push, Pusher, make_pusher
+from furlong.resources.engines.sglang_requests import ServerRequests
+from furlong.resources.engines.sglang_server import SGLangServer
+from furlong.resources.engines.sglang_weights import Weights, compare, weigh
+from furlong.resources.engines.step_gate import EngineError
+from furlong.resources.weights.fence import FenceGuard
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A version beside the live one, and what the server has to be given for it."""
+
+    weights: Weights
+    parcel: Parcel
+
+
+class SGLangEngine:
+    """Implements `ops.protocols.Engine`: any thread may use any method, also while replies are drawn.
+
+    SGLang has one set of weights and no shadow. The shadow is in this process; `activate` pauses the server, writes the
+    changed tensors into it, reads checksums of all its parameters back, and writes the old ones again if anything is
+    not as it should be. Replies under way keep the keys and values computed before. They are drawn with SGLang's own
+    random numbers: the same seed may give other tokens.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        version: int,
+        dtype: str,
+        threads: int,
+        stop_ids: Sequence[int] = (),
+        push: Push = "tensor",
+    ):
+        """
+        Args:
+            folder: a model in Hugging Face layout, served as `version`.
+            version: its weights version.
+            dtype: `bfloat16` or `float32`: format of the weights and of all computation.
+            threads: of PyTorch in the server; 0 for as many as this process was started with.
+            stop_ids: tokens that end a reply besides those of the folder's configuration.
+            push: how new weights get into the server: through shared memory, a process group, or a file.
+        Raises:
+            ModelError: the folder cannot be used; the message names file and tensor.
+            EngineError: SGLang is not installed, the server does not start (with its last lines), or what it holds is
+                not what the folder says.
+        """
+        if dtype not in DTYPES:
+            raise EngineError(f"dtype {dtype!r} is unknown; give one of {', '.join(DTYPES)}")
+        self._architecture = read_architecture(folder)
+        self._dtype, self._threads = dtype, threads or torch.get_num_threads()
+        self._fence = FenceGuard()
+        # The first is for what is staged; the second, taken inside it, for what is in the server.
+        self._staging, self._serving = threading.Lock(), threading.Lock()
+        self._staged: _Staged | None = None
+        self._previous: Weights | None = None
+        self._flips = 0
+        self._scratch = Path(tempfile.mkdtemp(prefix="furlong-sglang-"))
+        stops = tuple(stop_ids) or read_stop_ids(folder)
+        try:
+            self._server = SGLangServer(folder, version, dtype, self._threads, self._scratch)
+            self._pause = ServerPause(self._server)
+            self._requests = ServerRequests(self._server, self._architecture, stops, lambda: str(self._flips))
+            self._live = self._weigh(version, read_tensors(folder, self._architecture, DTYPES[dtype]))
+            self._server.wait()
+            self._pusher: Pusher = make_pusher(push, self._server, self._scratch)
+            self._read_back(self._live)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, requests: list[GenerateRequest]) -> list[Sample]:
+        """See `ServerRequests.generate`."""
+        return self._requests.generate(requests)
+
+    def abort(self, request_ids: list[str] | None = None) -> int:
+        return self._requests.abort(request_ids)
+
+    def pause(self, lease: float) -> None:
+        self._pause.pause(lease)
+
+    def resume(self) -> None:
+        self._pause.resume()
+
+    def layout(self) -> list[dict[str, Piece]]:
+        """One rank with whole tensors."""
+        tensors = self._live.tensors
+        return [{name: Piece(name, 0, 0, t.shape[0] if t.dim() else 1) for name, t in tensors.items()}]
+
+    @torch.inference_mode()
+    def load_anchor(self, path: str, version: int, chain: list[pa.Table], fence: int) -> Attestation:
+        """Serve complete weights from now on; a staged version is dropped, as its base is gone."""
+        with self._as_publisher(fence):
+            tensors = read_tensors(path, self._architecture, DTYPES[self._dtype])
+            for deltas in chain:
+                tensors |= apply(deltas, tensors)
+            weights = self._weigh(version, tensors)
+            self._drop_staged()
+            parcel = self._pusher.pack(_policy(weights.tensors))
+            try:
+                # Everything is pushed: what the server holds may not be what we think, and this is how to mend it.
+                self._exchange(weights, parcel)
+            finally:
+                self._pusher.drop(parcel)
+            self._previous = None
+            return self._attestation(weights)
+
+    @torch.inference_mode()
+    def stage(self, version: int, base_version: int, deltas: pa.Table, fence: int) -> Attestation:
+        """Make `version` in this process's memory; the server does not notice.
+
+        Raises:
+            EngineError: `base_version` is not live, or the rows are of other versions or tensors.
+            DeltaError: rows that do not give the exact new tensors.
+        """
+        with self._as_publisher(fence):
+            self._check_base(version, base_version)
+            found = set(zip(deltas["version"].to_pylist(), deltas["base_version"].to_pylist(), strict=True))
+            if found - {(version, base_version)}:
+                raise EngineError(
+                    f"rows of (version, base_version) {sorted(found)[:2]} were given for ({version}, {base_version}); "
+                    "select the version's own rows"
+                )
+            return self._stage(version, self._live.tensors | apply(deltas, self._live.tensors))
+
+    @torch.inference_mode()
+    def receive(self, offer: Offer, engine: int) -> Attestation:
+        """Stage what a transfer brings."""
+        from furlong.resources.weights.receive import take
+
+        with self._as_publisher(offer.fence):
+            self._check_base(offer.version, offer.base_version)
+            return self._stage(offer.version, take(offer, engine, 0, self.layout()[0], self._live.tensors))
+
+    def activate(self, version: int, fence: int) -> None:
+        """Put the staged version into the server and read it back.
+
+        Raises:
+            EngineError: `version` is not the one staged; or the server did not take it. Then the version before serves
+                again, or, where even that failed, the server has been ended; the message says which.
+        """
+        with self._as_publisher(fence):
+            if self._staged is None or self._staged.weights.version != version:
+                held = "nothing" if self._staged is None else f"version {self._staged.weights.version}"
+                raise EngineError(f"version {version} is not staged ({held} is); stage it first")
+            self._exchange(self._staged.weights, self._staged.parcel)
+            self._drop_staged()
+
+    def revert(self, version: int, fence: int) -> None:
+        """Put the version before the last `activate` back; EngineError when it is another one or is not at hand."""
+        with self._as_publisher(fence):
+            if self._live.version == version:
+                return
+            if self._previous is None or self._previous.version != version:
+                held = "none" if self._previous is None else f"version {self._previous.version}"
+                raise EngineError(f"version {version} is not at hand ({held} is); load it with load_anchor")
+            self._drop_staged()
+            parcel = self._pusher.pack(self._previous.changed_from(self._live))
+            try:
+                self._exchange(self._previous, parcel)
+            finally:
+                self._pusher.drop(parcel)
+            self._previous = None
+
+    def attest(self) -> Attestation:
+        """Digests of the live weights, given out only when the server reports the checksums of the same bytes."""
+        with self._serving:
+            self._read_back(self._live)
+            return self._attestation(self._live)
+
+    def health(self) -> dict[str, Any]:
+        """As in the protocol; EngineError when the server does not answer."""
+        # Answered by the scheduler, also while it is paused; /health is answered without it.
+        self._server.get("/server_info", CONTROL_DEADLINE)
+        guard = psutil.Process(self._server.pid)
+        staged = self._staged
+        return {
+            "engine": self.fingerprint(),
+            "version": self._live.version,
+            "staged": None if staged is None else staged.weights.version,
+            "running": self._requests.running,
+            "paused": self._pause.paused,
+            "resident_bytes": sum(p.memory_info().rss for p in [psutil.Process(), *guard.children(recursive=True)]),
+        }
+
+    def fingerprint(self) -> str:
+        """Everything that may change a reply's last bits, in words."""
+        arch = self._architecture
+        return (
+            f"SGLangEngine {arch.kind} {arch.layers}x{arch.hidden} {self._dtype} attention=torch_native "
+            f"cpu={torch.backends.cpu.get_cpu_capability()} threads={self._threads} torch={torch.__version__}"
+        )
+
+    def close(self) -> None:
+        """End the server; the engine is of no use afterwards."""
+        for part in ("_pause", "_pusher", "_server"):
+            # One that failed to start has not all of them.
+            if hasattr(self, part):
+                getattr(self, part).close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    @contextmanager
+    def _as_publisher(self, fence: int) -> Iterator[None]:
+        self._fence.check(fence)
+        with self._staging:
+            # Again, as a newer publisher may have come while this one waited.
+            self._fence.check(fence)
+            yield
+
+    def _check_base(self, version: int, base_version: int | None) -> None:
+        live = self._live.version
+        if base_version is not None and base_version != live:
+            raise EngineError(
+                f"version {version} builds on {base_version}, but version {live} is live; load the anchor and deltas up "
+                f"to {base_version} first"
+            )
+        if version == live:
+            raise EngineError(f"version {version} is live already; give the new weights a number of their own")
+
+    def _stage(self, version: int, tensors: dict[str, Tensor]) -> Attestation:
+        self._drop_staged()
+        weights = self._weigh(version, tensors, self._live)
+        self._staged = _Staged(weights, self._pusher.pack(weights.changed_from(self._live)))
+        return self._attestation(weights)
+
+    def _drop_staged(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged:
+            self._pusher.drop(staged.parcel)
+
+    def _exchange(self, weights: Weights, parcel: Parcel) -> None:
+        """Make `weights` live while nothing is decoded; after a failure the ones before are live, or no server is."""
+        before = self._live
+        with self._serving, self._pause.changing():
+            try:
+                self._put(weights, parcel)
+            except BaseException as err:
+                self._put_back(before, parcel, err)
+                if not isinstance(err, Exception):
+                    raise
+                raise EngineError(
+                    f"version {weights.version} could not be put into the server, which serves version {before.version} "
+                    f"again: {err}"
+                ) from err
+            self._previous, self._live = before, weights
+            # Prompts that come now must not find keys and values that other weights have computed.
+            self._flips += 1
+
+    def _put(self, weights: Weights, parcel: Parcel) -> None:
+        if parcel.tensors:
+            self._pusher.push(parcel, weights.version)
+        else:
+            body = {"new_version": str(weights.version), "abort_all_requests": False}
+            self._server.post("/update_weight_version", body, CONTROL_DEADLINE)
+        self._read_back(weights)
+
+    def _put_back(self, before: Weights, over: Parcel, err: BaseException) -> None:
+        try:
+            parcel = self._pusher.pack({name: before.tensors[name] for name in over.tensors})
+            self._put(before, parcel)
+            self._pusher.drop(parcel)
+        except BaseException as second:
+            self._server.close()
+            raise EngineError(
+                f"new weights could not be put into the server ({err}), nor version {before.version} back ({second}); "
+                "the server was ended so that it cannot serve a mix: start the engine again"
+            ) from second
+
+    def _read_back(self, weights: Weights) -> None:
+        answer = self._server.post("/weights_checker", {"action": "checksum"}, PUSH_DEADLINE)
+        compare(weights, answer["ranks"][0]["checksums"], self._architecture)
+
+    def _weigh(self, version: int, tensors: dict[str, Tensor], known: Weights | None = None) -> Weights:
+        return weigh(version, tensors, self._architecture, DTYPES[self._dtype], known)
+
+    def _attestation(self, weights: Weights) -> Attestation:
+        # Drafts and adapters are in no server yet, so this process's memory is where they are held.
+        extras = {name: tensor_digest(tensor) for name, tensor in weights.tensors.items() if is_extra(name)}
+        digests = weights.digests | extras
+        return Attestation(self.fingerprint(), weights.version, weights_digest(digests), digests)
+
+
+def _policy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not is_extra(name)}

@@ -1,0 +1,152 @@
+"""A weights version as a folder in Hugging Face layout, complete or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from furlong.ops.policy.manifest import ModelError, digest_files, write_manifest
+from furlong.ops.policy.manifest import verify as verify_files
+from furlong.resources.weights.anchors import AnchorError, read_file, sync
+from furlong.resources.weights.rebuild import RebuildError, rebuild, verified, version_row
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from furlong.resources.lake import Lake
+
+COPIED = (
+    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "vocab.*", "merges.txt",
+)  # fmt: skip
+"""What an exported folder takes over from the base model's, by pattern."""
+_ADAPTER = re.compile(r"adapter\.(?P<name>[A-Za-z0-9_-]+)\.(?P<rest>.+)")
+
+
+class ExportError(RuntimeError):
+    """A folder that cannot be written; the message says why."""
+
+
+def export_folder(
+    lake: Lake, run: str, version: int, base_folder: str, target: str | Path, card: str | None = None
+) -> Path:
+    """Write a version to `target`: model.safetensors, config and tokenizer, and drafts and adapters where it has any.
+
+    model.safetensors holds the policy's tensors with the bits that engines served; `draft.*` go to draft.safetensors
+    and `adapter.<name>.*` to adapters/<name>.safetensors, without these prefixes.
+
+    Args:
+        target: a folder that does not exist yet, or is empty.
+        card: text of README.md; None for no such file.
+    Raises:
+        ExportError: `target` holds something, or a tensor cannot be named as a file.
+        RebuildError: the version cannot be had; nothing is left behind.
+    """
+    from furlong.ops.policy.checkpoint import is_extra
+
+    target = Path(target).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ExportError(
+            f"{target} exists and is not empty; nothing was written: name a new folder, or empty this one"
+        )
+    row = version_row(lake, run, version)
+    tensors = rebuild(lake, run, version, base_folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp", dir=target.parent))
+    try:
+        _write_tensors(temporary, tensors)
+        _copy_files(Path(base_folder), temporary, {t.dtype for name, t in tensors.items() if not is_extra(name)})
+        if card is not None:
+            (temporary / "README.md").write_text(card)
+        write_manifest(temporary, {"run": run, "version": version, "digest": row["digest"]})
+        for path in [*temporary.rglob("*"), temporary]:
+            sync(path)
+        temporary.chmod(0o755)  # mkdtemp's folders are private
+        os.rename(temporary, target)
+        sync(target.parent)
+    except OSError as err:
+        raise ExportError(f"{target} could not be written ({err}); free disk space or choose another folder") from err
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def check_export(folder: Path, row: dict[str, Any]) -> None:
+    """Refuse a folder that is not exactly this version: other bits in any tensor, a changed or missing file.
+
+    Raises:
+        ExportError: it is not; the message names the first file or tensor.
+    """
+    try:
+        verify_files(folder)
+        tensors = read_export(folder)
+        if odd := sorted(tensors.keys() - {tensor["name"] for tensor in row["tensors"]}):
+            raise RebuildError(f"it holds a tensor {odd[0]} that is none of the version's; move it away, export again")
+        verified(tensors, row)
+    except (ModelError, AnchorError, RebuildError) as err:
+        raise ExportError(f"{folder} is not version {row['version']} of run {row['run']} any more: {err}") from err
+
+
+def read_export(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of an exported folder under its name in the lake."""
+    tensors = read_file(folder / "model.safetensors")
+    if (folder / "draft.safetensors").is_file():
+        tensors |= {f"draft.{name}": tensor for name, tensor in read_file(folder / "draft.safetensors").items()}
+    for path in sorted((folder / "adapters").glob("*.safetensors")):
+        tensors |= {f"adapter.{path.stem}.{name}": tensor for name, tensor in read_file(path).items()}
+    return tensors
+
+
+def export_digest(folder: Path) -> tuple[str, int]:
+    """Digest over all files of the folder itself, and the bytes of everything in it."""
+    from furlong.ops.identity import fingerprint
+
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return fingerprint(digest_files(folder)), size
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
+    for name, tensor in tensors.items():
+        place, rest = _place(name)
+        files.setdefault(place, {})[rest] = tensor
+    for place, content in files.items():
+        (folder / place).parent.mkdir(exist_ok=True)
+        save_file(content, folder / place, metadata={"format": "pt"})
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The file that a tensor goes to, and its name there."""
+    if name.startswith("draft."):
+        return "draft.safetensors", name.removeprefix("draft.")
+    if not name.startswith("adapter."):
+        return "model.safetensors", name
+    match = _ADAPTER.fullmatch(name)
+    if match is None:
+        raise ExportError(
+            f"tensor {name} is of no adapter whose name can be a file's; name it adapter.<letters, digits, - or _>.<rest>"
+        )
+    return f"adapters/{match['name']}.safetensors", match["rest"]
+
+
+def _copy_files(base: Path, folder: Path, dtypes: set[Any]) -> None:
+    for path in sorted({path for pattern in COPIED for path in base.glob(pattern) if path.is_file()}):
+        shutil.copyfile(path, folder / path.name)
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ExportError(
+            f"{base} has no config.json, so no model could be loaded from {folder}; restore the base model"
+        )
+    if len(dtypes) == 1:
+        # The base may be stored wider than it is published; loaders allocate what the config says.
+        content = json.loads(config.read_text())
+        content.pop("torch_dtype", None)
+        content["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

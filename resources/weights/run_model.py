@@ -1,0 +1,39 @@
+"""A run's identity and base model, without driving it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from furlong.ops.spec import Placement, RunSpec, SpecError, parse_spec
+from furlong.ops.stages.chain import one_row
+from furlong.resources.lake import Lake
+from furlong.resources.models import ModelFolder, resolve
+
+
+def run_row(lake: Lake, run: str) -> dict[str, Any]:
+    """The row of `runs`; SpecError lists the runs that there are."""
+    row = one_row(lake, "runs", {"run": run})
+    if row is None:
+        known = sorted(lake.read("runs", None, ["run"])["run"].to_pylist())
+        raise SpecError(
+            f"no run {run!r} in the lake {lake.uri}; it has {', '.join(known) or 'none'}: name one of these"
+        )
+    return row
+
+
+def run_model(lake: Lake, run: str, placement: Placement) -> tuple[dict[str, Any], RunSpec, ModelFolder]:
+    """The run's row, its spec, and the folder that is its version 0, made again if this machine lacks it.
+
+    Raises:
+        SpecError: there is no such run, or the base model is another than the run began with.
+    """
+    row = run_row(lake, run)
+    spec = parse_spec(json.loads(row["spec"]), f"run {run} in the lake")
+    model = resolve(spec.model, spec.data, spec.seed, placement.folder)
+    if model.digest != row["base_digest"]:
+        raise SpecError(
+            f"run {run}: its base model in {model.path} has changed since the run began ({model.digest[:12]}, was "
+            f"{row['base_digest'][:12]}); restore the folder, so that its versions can be rebuilt"
+        )
+    return row, spec, model
