@@ -11,6 +11,7 @@ programs on the machine then disturb little. Entropy is that of positions and mo
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ import zstandard
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from furlong.ops.policy.architecture import read_architecture
 from furlong.ops.weights import delta
 from furlong.ops.weights.codec import word_type
 from furlong.ops.weights.digest import manifest, raw_bytes
@@ -39,25 +41,22 @@ BLOCK = 2**20
 Weights = dict[str, Tensor]
 
 
-def smollm2_135m() -> dict[str, tuple[int, ...]]:
-    return _llama(49152, 576, 30, 192, 1536)
-
-
-def llama_1b() -> dict[str, tuple[int, ...]]:
-    return _llama(128256, 2048, 16, 512, 8192)
-
-
-def _llama(vocab: int, width: int, layers: int, kv: int, inner: int) -> dict[str, tuple[int, ...]]:
-    layer = {
-        "q_proj": (width, width), "k_proj": (kv, width), "v_proj": (kv, width), "o_proj": (width, width),
-        "gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner),
-        "input_layernorm": (width,), "post_attention_layernorm": (width,),
+def _llama(vocab: int, width: int, layers: int, heads: int, kv_heads: int, inner: int) -> dict:
+    return {
+        "model_type": "llama", "vocab_size": vocab, "hidden_size": width, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
     }  # fmt: skip
-    rest = {"embed_tokens": (vocab, width), "norm": (width,)}
-    return rest | {f"layers.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
 
 
-MODELS = {"135m": smollm2_135m, "1b": llama_1b}
+MODELS = {"135m": _llama(49152, 576, 30, 9, 3, 1536), "1b": _llama(128256, 2048, 16, 32, 8, 8192)}
+"""config.json of SmolLM2-135M and of Llama-3.2-1B, as far as shapes need it."""
+
+
+def write_config(model: str, folder: str) -> dict[str, tuple[int, ...]]:
+    """Make `folder` a model's, but for its weights; the shape of every tensor."""
+    Path(folder, "config.json").write_text(json.dumps(MODELS[model]))
+    return read_architecture(folder).shapes()
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]]) -> Weights:
@@ -65,9 +64,9 @@ def random_weights(shapes: dict[str, tuple[int, ...]]) -> Weights:
     return {n: torch.empty(s, dtype=torch.bfloat16).normal_(0, 0.04, generator=generator) for n, s in shapes.items()}
 
 
-def moved(old: Weights, density: float) -> Weights:
+def moved(old: Weights, density: float, seed: int = 1) -> Weights:
     """Each weight moves by one unit in the last place with this probability, up or down."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
     new = {}
     for name, tensor in old.items():
         new[name] = tensor.clone()
@@ -107,18 +106,23 @@ def entropy_bytes(old: Weights, new: Weights) -> float:
     return (places - sum(n * math.log2(n / changed) for n in moves.values())) / 8
 
 
-def binary_diff(old: Weights, new: Weights) -> int:
-    """Bytes of zstd with the old bytes as prefix, which is what `zstd --patch-from` does, in chunks as ours."""
-    total = 0
+def binary_diff(old: Weights, new: Weights) -> tuple[int, float]:
+    """Bytes, and CPU seconds, of zstd on the new bytes with the old ones right before them in its window, in chunks as
+    ours: what `zstd --patch-from` looks for, with a window in which it finds it. The old bytes' own cost does not count.
+    """
+    total, seconds = 0, 0.0
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=27, enable_ldm=True)
     for name, tensor in new.items():
         before, after = raw_bytes(old[name]), raw_bytes(tensor)
         for lo in range(0, len(after), delta.CHUNK_BYTES):
             part = slice(lo, lo + delta.CHUNK_BYTES)
-            prefix = zstandard.ZstdCompressionDict(before[part].data, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
-            parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=25, enable_ldm=True)
-            coder = zstandard.ZstdCompressor(dict_data=prefix, compression_params=parameters)
-            total += len(coder.compress(after[part].data))
-    return total
+            coder = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+            coder.compress(before[part].data)
+            coder.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+            begun = time.process_time()
+            total += len(coder.compress(after[part].data)) + len(coder.flush())
+            seconds += time.process_time() - begun
+    return total, seconds
 
 
 def parts(old: Weights, new: Weights, repeats: int, whole: dict[str, float]) -> dict[str, float]:
@@ -203,7 +207,8 @@ def broadcast_all(new: Weights) -> float:
 def _receive_all(address: str, layout: dict[str, tuple[list[int], torch.dtype]]) -> None:
     torch.set_num_threads(1)
     group = Group(address, "all", 1, 2, DEADLINE)
-    room = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
+    # Ones: memory that was never written would cost the system's time for each page.
+    room = {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in layout.items()}
     group.all_reduce(torch.zeros(1))
     for tensor in room.values():
         group.broadcast(tensor, 0)
@@ -224,9 +229,7 @@ def report(label: str, old: Weights, new: Weights, repeats: int) -> tuple[dict[s
     piecewise = parts(old, new, repeats, seconds)
     delta.THREADS = 2
     wall = best(lambda: delta.encode_and_digest(1, 0, "r", old, new), repeats, time.perf_counter)
-    begun = time.process_time()
-    diff = binary_diff(old, new)
-    diff_seconds = time.process_time() - begun
+    diff, diff_seconds = binary_diff(old, new)
 
     def speed(key: str) -> str:
         return f"{full / seconds[key] / 1e9:.2f} ({full / seconds[key] / rate:.0%})"
@@ -251,7 +254,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    old = random_weights(MODELS[args.model]())
+    with tempfile.TemporaryDirectory() as folder:
+        old = random_weights(write_config(args.model, folder))
     full = delta.full_bytes(old)
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; ", end=""

@@ -41,7 +41,7 @@ def demo(
         raise typer.Exit(130)
     if failure is not None:
         console.print(f"{type(failure).__name__}: {failure}", style="red", markup=False)
-        console.print("Nothing committed is lost: the same command continues from the last committed step.")
+        console.print("Nothing committed is lost: once that is mended, the same command continues after the last step.")
         console.print("The traceback is in Dagster: make ui shows it under Runs.")
         raise typer.Exit(1)
     show_report(console, view.report(placement), placement)

@@ -38,13 +38,13 @@ def rebuild(
 ) -> None:
     """Write a version as a Hugging Face folder, bit for bit as engines served it."""
     from furlong.resources.weights.export import export_folder
-    from furlong.resources.weights.rebuild import version_row
+    from furlong.resources.weights.rebuild import full_row
     from furlong.resources.weights.run_model import run_model
     from furlong.resources.weights.tags import tagged_version
 
     with _opened(run) as (lake, name, placement):
         number = tagged_version(lake, name, version)
-        row = version_row(lake, name, number)
+        row = full_row(lake, name, number)
         base = run_model(lake, name, placement)[2].path
         folder = export_folder(lake, name, number, str(base), to)
         console.print(f"version {number} of run {name}, digest {row['digest'][:16]}: every tensor verified")
@@ -54,6 +54,7 @@ def rebuild(
 @app.command()
 def verify(run: RunName = "") -> None:
     """Rebuild every version that is not collected and compare every tensor's digest."""
+    from furlong.cli.weights_view import counted
     from furlong.resources.weights.run_model import run_model
     from furlong.resources.weights.verify import verify_run
 
@@ -66,7 +67,7 @@ def verify(run: RunName = "") -> None:
                 continue
             bad += 1
             errors.print(verdict.fault, style="red", markup=False)
-        console.print(f"run {name}: {good} versions verified, {bad} at fault")
+        console.print(f"run {name}: {counted(good, 'version')} verified, {bad} at fault")
     if bad:
         raise typer.Exit(1)
 
@@ -101,12 +102,12 @@ def collect(
     keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="How many of the newest versions to keep.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would be done, and do nothing.")] = False,
     retention_hours: Annotated[
-        int, typer.Option(min=0, help="Files of deleted rows are removed once they are so old; 0 if nobody reads them.")
+        int, typer.Option(min=0, help="Remove files whose rows went so long ago; 0 if nobody else uses the lake.")
     ] = 168,
     run: RunName = "",
 ) -> None:
     """Free the bytes of versions that are not among the newest, tagged, staged, or needed by one of those."""
-    from furlong.cli.weights_view import print_plan
+    from furlong.cli.weights_view import print_plan, print_removed
     from furlong.resources.weights.retention import collect as run_collection
     from furlong.resources.weights.retention import collection_plan
     from furlong.resources.weights.run_model import run_model
@@ -117,10 +118,7 @@ def collect(
             return
         base = run_model(lake, name, placement)[2].path
         print_plan(console, name, run_collection(lake, name, keep_last, str(base)), done=True)
-        removed = lake.vacuum("weight_deltas", retention_hours)
-        console.print(
-            f"{len(removed)} files removed from disk; others follow once they are {retention_hours} hours old"
-        )
+        print_removed(console, len(lake.vacuum("weight_deltas", retention_hours)), retention_hours)
 
 
 @contextmanager
@@ -155,11 +153,11 @@ def _opened(run: str) -> Iterator[tuple[Lake, str, Placement]]:
 
 def _only_run(lake: Lake, run: str) -> str:
     from furlong.ops.spec import SpecError
-    from furlong.resources.weights.run_model import run_row
+    from furlong.resources.weights.run_model import known_runs, run_row
 
     if run:
         return run_row(lake, run)["run"]
-    known = sorted(lake.read("runs", None, ["run"])["run"].to_pylist())
+    known = known_runs(lake)
     if not known:
         raise SpecError(f"the lake {lake.uri} has no runs; set FURLONG_ROOT or FURLONG_LAKE, or start a run first")
     if len(known) > 1:

@@ -47,10 +47,20 @@ def versions_table(lake: Lake, run: str) -> Table:
 def print_plan(console: Console, run: str, plan: Plan, done: bool) -> None:
     """What a collection did, or would do."""
     would = "" if done else "would be "
-    console.print(f"run {run}: {len(plan.collected)} versions {would}collected: {_spans(plan.collected)}")
+    console.print(f"run {run}: {counted(len(plan.collected), 'version')} {would}collected: {_spans(plan.collected)}")
     console.print(f"stored completely first: {_spans(plan.anchored)}")
     console.print(f"kept: {_spans(plan.kept)}; and, as those are built on them: {_spans(plan.needed)}")
     console.print(f"{_size(plan.freed_bytes)} {would}freed")
+
+
+def print_removed(console: Console, files: int, retention_hours: int) -> None:
+    """What of the freed bytes has left the disk."""
+    later = f"; those younger than {retention_hours} hours go with a later collect, or with --retention-hours 0"
+    console.print(f"{counted(files, 'file')} of freed rows removed from disk{later if retention_hours else ''}")
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _spans(versions: tuple[int, ...]) -> str:

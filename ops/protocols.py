@@ -88,11 +88,15 @@ class Engine(Protocol):
         """Go on after `pause`; harmless when not paused."""
 
     def layout(self) -> list[dict[str, Piece]]:
-        """For each rank of the engine, the piece it holds of every tensor it serves, by Hugging Face name."""
+        """For each rank of the engine, the piece it holds of every tensor of the policy, by Hugging Face name; what is
+        not named (drafts and adapters, whose shapes may change) every rank takes whole."""
 
-    def load_anchor(self, path: str, version: int, chain: list[pa.Table], fence: int) -> Attestation:
+    def load_anchor(
+        self, path: str, version: int, chain: list[pa.Table], fence: int, digests: dict[str, str] | None = None
+    ) -> Attestation:
         """Serve complete weights as `version`: those of a Hugging Face folder or a safetensors file, changed by the
-        `weight_deltas` rows of each later version in `chain`, in order, in memory."""
+        `weight_deltas` rows of each later version in `chain`, in order, in memory. With `digests`, by tensor, other
+        weights are refused and the live version goes on serving."""
 
     def stage(self, version: int, base_version: int, deltas: pa.Table, fence: int) -> Attestation:
         """Apply `weight_deltas` rows to a shadow copy of live version `base_version`; serving is unaffected."""

@@ -60,7 +60,7 @@ def train_step(context: AssetExecutionContext, system: ResourceParam[System]) ->
 
 @asset(**PER_STEP, deps=[train_step], kinds={"ray", "deltalake"})
 def weight_publish(context: AssetExecutionContext, system: ResourceParam[System]) -> MaterializeResult:
-    """One new weights version: staged, attested by the engine, flipped."""
+    """One new weights version: staged on every engine, proved tensor by tensor, flipped on all at once, attested."""
     key = _key(context, system)
     with system.driving(key.run, dagster_run=context.run_id) as run:
         result = MaterializeResult(metadata=metadata(run.perform("weight_publish", key), run))

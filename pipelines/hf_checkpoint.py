@@ -41,7 +41,7 @@ def hf_checkpoint(context: AssetExecutionContext, system: ResourceParam[System])
             "step": step,
             "version": exported.version,
             "weights_digest": exported.weights_digest,
-            "digest": exported.digest,
+            "files_digest": exported.files_digest,
             "size_bytes": exported.size,
             "already_exported": not exported.wrote,
             "model_card": MetadataValue.md((exported.folder / "README.md").read_text().split("---\n", 2)[-1]),

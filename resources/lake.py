@@ -143,16 +143,23 @@ class Lake:
                     time.sleep(wait)
         raise _contended(handle)
 
-    def take_fence(self, run: str, role: str = PUBLISHER) -> int:
+    def take_fence(self, run: str, role: str = PUBLISHER, held: int | None = None) -> int:
         """A fencing token higher than any given out for this run and role, for ever; holders of lower ones are shut out.
 
         It stands in the log of `weight_versions`, so that a fenced commit checks it and writes on one snapshot.
+
+        Args:
+            held: the token that the new one takes the place of, which must be the newest.
+        Raises:
+            StaleFence: `held` is not the newest; none was given out.
         """
         handle = self._handle("weight_versions")
         with handle.lock:
             for wait in _waits():
                 try:
-                    return handle.claim(handle.ensure(), _fence_name(run, role))
+                    snapshot = handle.ensure()
+                    _checked_fence(handle, snapshot, {"run": run}, role, held)
+                    return handle.claim(snapshot, _fence_name(run, role))
                 except Conflict:
                     time.sleep(wait)
         raise _contended(handle)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.ops.protocols import Attestation, GenerateRequest, Sample
 from furlong.ops.spec import Placement, RunSpec
-from furlong.resources.actors import Actor, call, end_actors, find_or_start
+from furlong.resources.actors import Actor, ActorName, call, end_actors, find_or_start
 from furlong.resources.cluster import ensure_cluster
+from furlong.resources.run_lock import is_driven
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -24,22 +25,39 @@ CONTROL_DEADLINE = 60.0
 def start_engine(run: str, spec: RunSpec, model: ModelFolder, placement: Placement, number: int) -> RemoteEngine:
     """Engine `number` of the run, found or started with the base model as version 0.
 
-    A found engine serves whatever version it last activated; replies that a dead driver had asked for are ended.
+    A found engine serves whatever version it last activated; replies that a dead driver had asked for are ended. One
+    that is broken inside, such as a split one that lost a rank, is replaced.
     """
     tp = placement.engine_tp
     args = (str(model.path), 0, spec.model.dtype, placement.threads, tuple(model.stop_token_ids), tp)
     factory = "furlong.resources.engines.local:LocalEngine"
-    engine = RemoteEngine(find_or_start(role(number), run, factory, args, placement, CONCURRENCY))
-    engine.resume()
-    engine.abort()
+
+    def find() -> RemoteEngine:
+        return RemoteEngine(find_or_start(role(number), run, factory, args, placement, CONCURRENCY))
+
+    engine = find()
+    try:
+        engine.resume()
+        engine.abort()
+    except RuntimeError as err:
+        print(f"engine {number} of run {run} is replaced: {err}", flush=True)
+        engine.end()
+        engine = find()
     return engine
 
 
 def end_superfluous(run: str, placement: Placement) -> None:
-    """End the run's engines that `placement` has no number for; they would hold a copy of the weights for nobody."""
+    """End the engines that `placement` has no number for, and those of runs that nobody drives; they would hold copies of
+    the weights for nobody."""
     ensure_cluster(placement)
     wanted = {role(number) for number in range(placement.engines)}
-    end_actors(placement, lambda name: name.run != run or not name.role.startswith(role(0)) or name.role in wanted)
+
+    def keep(name: ActorName) -> bool:
+        if not name.role.startswith(role(0)):
+            return True
+        return name.role in wanted if name.run == run else is_driven(placement.folder, name.run)
+
+    end_actors(placement, keep)
 
 
 def role(number: int) -> str:
@@ -72,8 +90,10 @@ class RemoteEngine:
     def layout(self) -> list[dict[str, Piece]]:
         return self._control("layout")
 
-    def load_anchor(self, path: str, version: int, chain: list[pa.Table], fence: int) -> Attestation:
-        return call(self.actor, "load_anchor", path, version, chain, fence)
+    def load_anchor(
+        self, path: str, version: int, chain: list[pa.Table], fence: int, digests: dict[str, str] | None = None
+    ) -> Attestation:
+        return call(self.actor, "load_anchor", path, version, chain, fence, digests)
 
     def stage(self, version: int, base_version: int, deltas: pa.Table, fence: int) -> Attestation:
         return call(self.actor, "stage", version, base_version, deltas, fence)

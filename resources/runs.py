@@ -116,8 +116,10 @@ class OpenRun:
                 future.result()
 
     def renew(self) -> None:
-        """Forget the fencing token: another process may have driven this run since it was taken."""
+        """Forget the fencing token and what engines proved: another process may have driven this run since then."""
         vars(self).pop("fence", None)
+        if "engines" in vars(self):
+            self.engines.forget()
 
     @property
     def context_length(self) -> int:
@@ -153,6 +155,8 @@ class OpenRun:
             if isinstance(err.__cause__, StaleFence):
                 raise
             retried_because = str(err)
+            # A call of the first try may still be under way; with the new token whatever it brings is too late.
+            self.fence = self.lake.take_fence(self.name, held=self.fence)
             told = self._publish(row, deltas, "disk_delta")
         self.engines.proved(row["version"])
         proofs = [{"engine": p.engine, "version": p.version, "digest": p.digest} for p in told.attestations]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from furlong.ops.identity import fingerprint
-from furlong.ops.spec import Placement, RunSpec, SpecError, load_spec, parse_spec
+from furlong.ops.spec import Placement, RunSpec, SpecError, load_spec
 from furlong.ops.stages.chain import attempts, next_step, one_row
 from furlong.ops.stages.context import StepKey
 
@@ -92,11 +92,19 @@ class System:
         return StepKey(run, step, attempt or max(1, attempts(lake, run, step)))
 
     def _load(self, name: str) -> Any:
+        from furlong.ops.policy.architecture import read_architecture
         from furlong.resources.lake import Lake
         from furlong.resources.runs import OpenRun
         from furlong.resources.weights.run_model import run_model
 
         row, spec, model = run_model(Lake(self.placement.lake_uri()), name, self.placement)
+        sizes = read_architecture(str(model.path)).splits()
+        if self.placement.engine_tp not in sizes:
+            raise SpecError(
+                f"FURLONG_ENGINE_TP={self.placement.engine_tp}: the model of run {name} cannot be split over so many "
+                "processes, as each needs whole key/value heads and an equal part of the feed-forward width; set it to "
+                f"{' or '.join(map(str, sizes))}"
+            )
         return OpenRun(row, spec, model, self.placement)
 
     def _unfinished(self, lake: Any, spec: RunSpec) -> str:
@@ -129,18 +137,14 @@ class System:
 
     @staticmethod
     def _same_spec(row: dict[str, Any], spec_name: str, overrides: dict[str, Any]) -> None:
+        from furlong.resources.weights.run_model import stored_spec
+
         asked = load_spec(spec_name, overrides)
         if asked.fingerprint() == row["spec_fingerprint"]:
             return
-        stored, wanted = _stored_spec(row).model_dump(mode="json"), asked.model_dump(mode="json")
+        stored, wanted = stored_spec(row).model_dump(mode="json"), asked.model_dump(mode="json")
         odd = [key for key in wanted if fingerprint(wanted[key]) != fingerprint(stored[key])]
         raise SpecError(
             f"run {row['run']} was started with another spec: {', '.join(odd)} differ from {spec_name}; a run keeps its "
             "spec, so use that one, or another run name"
         )
-
-
-def _stored_spec(row: dict[str, Any]) -> RunSpec:
-    import json
-
-    return parse_spec(json.loads(row["spec"]), f"run {row['run']} in the lake")

@@ -41,6 +41,12 @@ class Architecture:
     def qk_norm(self) -> bool:
         return self.kind == "qwen3"
 
+    def splits(self) -> list[int]:
+        """Numbers of processes that the model can be split over: those that divide heads, key/value heads and ffn."""
+        counts = (self.kv_heads, self.heads, self.ffn)
+        sizes = range(1, min(self.kv_heads, self.vocab) + 1)
+        return [size for size in sizes if not any(count % size for count in counts)]
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor of the model, tied tensors once."""
         H, F = self.hidden, self.ffn

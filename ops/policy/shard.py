@@ -82,12 +82,6 @@ class Shard:
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
 
-def sizes_that_fit(whole: Architecture) -> list[int]:
-    """Numbers of ranks that the model can be split over: those that divide heads, key/value heads and ffn."""
-    counts = (whole.kv_heads, whole.heads, whole.ffn)
-    return [size for size in range(1, whole.kv_heads + 1) if not any(n % size for n in counts) and size <= whole.vocab]
-
-
 def part_of(whole: Architecture, rank: int, size: int) -> Architecture:
     """The architecture of one rank's part."""
     start, stop = _span(whole.vocab, rank, size)
@@ -109,16 +103,6 @@ def pieces(whole: Architecture, rank: int, size: int) -> dict[str, Piece]:
         split = owner in _BY_COLUMNS or owner in _BY_ROWS
         found[name] = Piece(name, dim, *(_span(shape[dim], rank, size) if split else (0, shape[0])))
     return found
-
-
-def covers(piece: Piece, shape: Sequence[int]) -> bool:
-    """Whether the piece is all of a tensor of this shape."""
-    return not shape or (piece.start, piece.stop) == (0, shape[piece.dim])
-
-
-def whole_piece(name: str, shape: Sequence[int]) -> Piece:
-    """The piece that is all of a tensor of this shape."""
-    return Piece(name, 0, 0, shape[0] if shape else 1)
 
 
 def _span(total: int, rank: int, size: int) -> tuple[int, int]:

@@ -128,7 +128,9 @@ def anchor_due(lake: LakeLike, run: str, parent: int, delta_bytes: int, full_byt
 def _check_link(run: str, version: int, at: int, row: dict[str, Any] | None) -> None:
     needed = f"run {run}: weights version {at}" + (f", needed to build {version}," if at != version else "")
     if row is None:
-        raise StageError(f"{needed} is not in the lake; restore the table weight_versions, or use another version")
+        chain = "restore the table weight_versions, or use another version"
+        advice = "`furlong weights list` shows those that are" if version == at else chain
+        raise StageError(f"{needed} is not in the lake; {advice}")
     if row["state"] == "collected":
         raise StageError(
             f"{needed} was collected, so its bytes are gone; use a version that is not, and tag versions to keep them"

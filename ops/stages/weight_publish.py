@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from furlong.ops import records
 from furlong.ops.protocols import Attestation
-from furlong.ops.stages.chain import anchor_due, one_row
+from furlong.ops.stages.chain import anchor_due, committed_step, one_row, version_row
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
 
 NUMBERS = ("loss", "grad_norm", "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3")
@@ -54,6 +54,12 @@ def _gate(run: Run, key: StepKey) -> dict[str, Any]:
     step = one_row(run.lake, "steps", key.columns())
     if step is None:
         raise StageError(f"{key}: there is no step record to publish; run its train_step first")
+    newest = committed_step(run.lake, key.run, key.step)["attempt"]
+    if newest > key.attempt and not _is_live(run, key.run, step["version_after"]):
+        raise StageError(
+            f"{key}: the step was repeated, and attempt {newest} stands in its place, so the weights of this one are not "
+            f"published any more; run attempt {newest}, or 0 for the current one"
+        )
     bad = [name for name in NUMBERS if not math.isfinite(step[name])]
     if bad:
         raise StageError(f"{key}: {bad[0]} is {step[bad[0]]}, so its weights are not published; inspect its rollouts")
@@ -66,6 +72,11 @@ def _gate(run: Run, key: StepKey) -> dict[str, Any]:
     return step
 
 
+def _is_live(run: Run, name: str, version: int) -> bool:
+    row = version_row(run.lake, name, version)
+    return row is not None and row["state"] != "staged"
+
+
 def _stage_in_lake(run: Run, key: StepKey, step: dict[str, Any], report: StageReport) -> dict[str, Any]:
     made = report.work(lambda: run.trainer.publishable(key.step, key.attempt))
     if made["digest"] != step["digest_after"]:
@@ -74,6 +85,7 @@ def _stage_in_lake(run: Run, key: StepKey, step: dict[str, Any], report: StageRe
             "nothing was published; run `make down` and again, which rebuilds the trainer from the lake"
         )
     where = {"run": key.run, "version": step["version_after"]}
+    _check_names(run, key, step["version_before"], made["tensors"])
     deltas = _renumber(made["deltas"], key.run, step["version_after"], step["version_before"])
     if deltas.num_rows:
         report.note(run.lake.commit_once("weight_deltas", where, deltas))
@@ -91,6 +103,16 @@ def _stage_in_lake(run: Run, key: StepKey, step: dict[str, Any], report: StageRe
     rows = records.rows("weight_versions", [row])
     report.note(run.lake.commit_once("weight_versions", where, rows, fence=run.fence))
     return row
+
+
+def _check_names(run: Run, key: StepKey, parent: int, tensors: list[dict[str, Any]]) -> None:
+    """Refuse a version that lacks a tensor of its parent: deltas cannot say so, and engines would go on holding it."""
+    before = one_row(run.lake, "weight_versions", {"run": key.run, "version": parent}, ["tensors"])
+    if gone := sorted({row["name"] for row in before["tensors"]} - {row["name"] for row in tensors}):
+        raise StageError(
+            f"{key}: the new weights lack tensor {gone[0]} of version {parent} ({len(gone)} in all), which changed bytes "
+            "cannot take away; nothing was published: keep it as it was, or begin a new run without it"
+        )
 
 
 def _renumber(deltas: pa.Table, run: str, version: int, base_version: int) -> pa.Table:

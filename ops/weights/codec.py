@@ -11,6 +11,10 @@ are left out), and each plane is a zstd frame, or itself where that is not longe
 
 The kinds are distances and sizes of moves less one; XOR has no first kind and no signs, `raw` nothing but bytes and
 check: the first 16 bytes of blake3 over all before it, so that a flipped bit is noticed without the whole tensor.
+
+`numbers` counts the changed words, for XOR all words. A word is an element of 1, 2, 4 or 8 bytes; one of 16 bytes is two
+words. The first distance is from the chunk's first word. A move is the shorter way round the word's range (up where both
+are equally long); its sign is a bit, 1 for down, the first sign in the highest bit of the first byte.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-ORDER = ("broadcast", "p2p", "disk_delta")
-"""In which untried transports are tried, and ties are broken."""
+TRANSPORTS = ("broadcast", "p2p", "disk_delta")
+"""All of them, in the order in which untried ones are tried and ties are broken."""
 _RECENT = 5
 """Updates of one transport that its cost is the median of: a single slow one does not turn the choice."""
 
 
 def choose(history: list[dict[str, Any]], sizes: dict[str, int]) -> str:
-    """The transport expected to stage this update soonest; the first of `ORDER` that was never measured, if any.
+    """The transport expected to stage this update soonest; the first of `TRANSPORTS` that was never measured, if any.
 
     expected seconds(t) = sizes[t] x median over the last 5 updates by t of stage_seconds / wire_bytes
 
@@ -23,11 +23,13 @@ def choose(history: list[dict[str, Any]], sizes: dict[str, int]) -> str:
     Raises:
         ValueError: no transport can be used, or one is unknown.
     """
-    unknown = sorted(set(sizes) - set(ORDER))
+    unknown = sorted(set(sizes) - set(TRANSPORTS))
     if unknown or not sizes:
-        raise ValueError(f"transports {unknown or list(sizes)} cannot be compared; give sizes of some of {list(ORDER)}")
+        raise ValueError(
+            f"transports {unknown or list(sizes)} cannot be compared; give sizes of some of {list(TRANSPORTS)}"
+        )
     expected = {}
-    for transport in ORDER:
+    for transport in TRANSPORTS:
         if transport not in sizes:
             continue
         rates = [
@@ -38,4 +40,4 @@ def choose(history: list[dict[str, Any]], sizes: dict[str, int]) -> str:
         if not rates:
             return transport
         expected[transport] = median(rates[-_RECENT:]) * sizes[transport]
-    return min(expected, key=lambda transport: (expected[transport], ORDER.index(transport)))
+    return min(expected, key=lambda transport: (expected[transport], TRANSPORTS.index(transport)))

@@ -20,7 +20,7 @@ from furlong.ops import records
 from furlong.ops.weights.codec import RAW, encode_chunk, raw_chunk, word_type
 from furlong.ops.weights.digest import digest_start, dtype_name, raw_bytes
 from furlong.ops.weights.layout import Piece
-from furlong.ops.weights.patch import DeltaError, patch
+from furlong.ops.weights.patch import DeltaError, check_parts, patch
 from furlong.ops.weights.scan import scan
 
 CHUNK_BYTES = 16 * 2**20
@@ -40,7 +40,8 @@ class Encoded:
     digests: dict[str, str]
     """`tensor_digest` of every new tensor, changed or not."""
     changed_fraction: float
-    """As `changed_fraction` gives it."""
+    """Share in [0, 1] of the new elements whose bits differ from the old ones or that have no counterpart there (a new
+    name, another dtype or shape); 0.0 when there are no elements."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ def encode(
 
     Args:
         version, base_version: weights versions of `new` and `old`; run: the run they belong to.
-        old, new: dense CPU tensors. What is only in `old` gets no rows: the version's manifest leaves it out. What is
-            only in `new`, or has another dtype or shape there, gets `raw` rows.
+        old, new: dense CPU tensors. What is only in `old` gets no rows: only a manifest can leave it out, and who
+            applies rows alone keeps it (`weight_publish` refuses such a version). What is only in `new`, or has another
+            dtype or shape there, gets `raw` rows.
         digests: `tensor_digest` of each new tensor; receivers check their result against it.
     Raises:
         DeltaError: a digest is missing.
@@ -103,16 +105,7 @@ def apply(
             or a result whose digest is not the recorded one.
     """
     rows = records.validate("weight_deltas", rows)
-    parts = rows.drop_columns(["data"]).to_pylist()
-    origins = {(part["run"], part["version"], part["base_version"]) for part in parts}
-    if len(origins) > 1:
-        raise DeltaError(
-            f"rows of {len(origins)} (run, version, base_version) are mixed, e.g. {sorted(origins)[:2]}: deltas are "
-            "applied one version at a time; select one"
-        )
-    by_name: dict[str, list[dict]] = {}
-    for part, payload in zip(parts, rows.column("data"), strict=True):
-        by_name.setdefault(part["name"], []).append({**part, "data": payload.as_buffer()})
+    by_name = _by_name(rows)
     absent = sorted(n for n in by_name if n not in tensors and any(part["encoding"] != RAW for part in by_name[n]))
     if absent:
         raise DeltaError(f"tensors {absent[:3]} of the delta are not in the base; load its base version completely")
@@ -131,24 +124,44 @@ def apply(
     return {name: fresh[name] for name in sorted(fresh)}
 
 
+def check_rows(rows: pa.Table, digests: dict[str, str]) -> None:
+    """Refuse the rows of one version unless every changed tensor is there with all its chunks, as they were written.
+
+    What a version is rebuilt from is looked at here without rebuilding it, for those who got the tensors otherwise.
+
+    Args:
+        digests: of the version's tensors, by name.
+    Raises:
+        DeltaError: rows of several versions, of a tensor that is not among `digests` or has another digest there, or a
+            missing, duplicate, overlapping or altered chunk.
+    """
+    for name, parts in _by_name(records.validate("weight_deltas", rows)).items():
+        check_parts(parts)
+        if parts[0]["digest"] != digests.get(name):
+            raise DeltaError(
+                f"{name}: rows of version {parts[0]['version']} give digest {parts[0]['digest'][:12]}, the manifest says "
+                f"{str(digests.get(name))[:12]}; they are of two writers: restore the rows of weight_deltas"
+            )
+
+
 def full_bytes(tensors: dict[str, Tensor]) -> int:
     """Bytes of all tensors, uncompressed: what publishing the whole version would move."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def changed_fraction(old: dict[str, Tensor], new: dict[str, Tensor]) -> float:
-    """Share in [0, 1] of the elements of `new` whose bits differ from `old` or that have no counterpart there (a new
-    name, another dtype or shape); 0.0 when there are no elements."""
-
-    def count(name: str) -> int:
-        if not _same_layout(old.get(name), new[name]):
-            return new[name].numel()
-        word = word_type(new[name].element_size())
-        index, _ = scan(raw_bytes(old[name]).view(word), raw_bytes(new[name]).view(word))
-        return _elements(index, new[name])
-
-    changed = sum(_for_each(count, {name: tensor.nbytes for name, tensor in new.items()}).values())
-    return changed / max(1, sum(tensor.numel() for tensor in new.values()))
+def _by_name(rows: pa.Table) -> dict[str, list[dict]]:
+    """The rows of each tensor, as `patch` takes them; DeltaError when they are of several versions."""
+    parts = rows.drop_columns(["data"]).to_pylist()
+    origins = {(part["run"], part["version"], part["base_version"]) for part in parts}
+    if len(origins) > 1:
+        raise DeltaError(
+            f"rows of {len(origins)} (run, version, base_version) are mixed, e.g. {sorted(origins)[:2]}: deltas are "
+            "applied one version at a time; select one"
+        )
+    by_name: dict[str, list[dict]] = {}
+    for part, payload in zip(parts, rows.column("data"), strict=True):
+        by_name.setdefault(part["name"], []).append({**part, "data": payload.as_buffer()})
+    return by_name
 
 
 def _same_layout(old: Tensor | None, new: Tensor) -> bool:

@@ -6,7 +6,7 @@ Plain data: an `Offer` is the same for everyone who takes part in one transfer, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,12 @@ def specs(tensors: list[dict[str, Any]]) -> list[TensorSpec]:
 
 def whole(spec: TensorSpec) -> Piece:
     """The piece that is the complete tensor."""
-    return Piece(spec.name, 0, 0, spec.shape[0] if spec.shape else 1)
+    return whole_piece(spec.name, spec.shape)
+
+
+def whole_piece(name: str, shape: Sequence[int]) -> Piece:
+    """The piece that is all of a tensor of this shape."""
+    return Piece(name, 0, 0, shape[0] if shape else 1)
 
 
 def is_whole(piece: Piece, spec: TensorSpec) -> bool:

@@ -71,6 +71,16 @@ def patch(
     return made
 
 
+def check_parts(parts: list[dict[str, Any]]) -> None:
+    """Refuse rows of one tensor, as `patch` takes them, with DeltaError unless they are complete and every payload is as it
+    was written; the tensor itself is not made."""
+    parts = sorted(parts, key=lambda part: part["chunk"])
+    dtype = _dtype(parts[0])
+    _tiles(parts, dtype.itemsize)
+    for part in parts:
+        _span(part, word_type(dtype.itemsize))
+
+
 def _room(
     part: dict[str, Any], shape: list[int], dtype: torch.dtype, base: Tensor | None, into: Tensor | None
 ) -> Tensor:

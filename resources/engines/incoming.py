@@ -35,6 +35,30 @@ def check_chain(version: int, chain: Sequence[pa.Table]) -> None:
         raise EngineError(f"the chain ends at version {last}, but version {version} was asked for; give all its rows")
 
 
+def check_digests(version: int, live: int, found: dict[str, str], wanted: dict[str, str] | None) -> None:
+    """EngineError naming the first tensor whose digest is not the wanted one; `live` is the version that goes on serving."""
+    if wanted is None:
+        return
+    odd = sorted(name for name in wanted.keys() | found.keys() if found.get(name) != wanted.get(name))
+    if odd:
+        raise EngineError(
+            f"tensor {odd[0]} of version {version} has digest {str(found.get(odd[0]))[:12]} when read from the lake, the "
+            f"manifest says {str(wanted.get(odd[0]))[:12]} ({len(odd)} differ in all); version {live} goes on serving: "
+            "restore the anchor file and the rows of weight_deltas, which `furlong weights verify` checks"
+        )
+
+
+def check_base(version: int, base_version: int, live: int) -> None:
+    """EngineError unless a version made from `base_version` can be made from the live one, and is another."""
+    if base_version != live:
+        raise EngineError(
+            f"version {version} builds on {base_version}, but version {live} is live; load the anchor and deltas up to "
+            f"{base_version} first"
+        )
+    if version == live:
+        raise EngineError(f"version {version} is live already; give the new weights a number of their own")
+
+
 def check_origin(version: int, base_version: int, deltas: pa.Table) -> None:
     """EngineError unless all rows are of this version and base."""
     found = _origins(deltas)

@@ -13,15 +13,22 @@ import torch
 from furlong.ops.policy.architecture import read_architecture, read_stop_ids
 from furlong.ops.policy.checkpoint import DTYPES
 from furlong.ops.policy.packed_linear import kernel_name
-from furlong.ops.policy.shard import sizes_that_fit
 from furlong.ops.policy.wave import Live
 from furlong.ops.protocols import Attestation, GenerateRequest, Sample
 from furlong.ops.weights.delta import DeltaError
 from furlong.ops.weights.digest import weights_digest
 from furlong.ops.weights.layout import Offer, Piece
-from furlong.resources.engines.incoming import check_chain, check_offer, check_origin, check_rows
+from furlong.resources.engines.incoming import (
+    check_base,
+    check_chain,
+    check_digests,
+    check_offer,
+    check_origin,
+    check_rows,
+)
 from furlong.resources.engines.one_rank import OneRank
 from furlong.resources.engines.step_gate import EngineError, StepGate
+from furlong.resources.engines.turns import short_turns
 from furlong.resources.weights.fence import FenceGuard
 
 if TYPE_CHECKING:
@@ -62,7 +69,7 @@ class LocalEngine:
         self._dtype = dtype
         self._tp = tp
         self._architecture = read_architecture(folder)
-        if tp not in (sizes := sizes_that_fit(self._architecture)):
+        if tp not in (sizes := self._architecture.splits()):
             raise EngineError(
                 f"{folder} cannot be split over tp={tp} processes: each needs whole key/value heads and equal parts of "
                 f"the feed-forward width; tp may be {', '.join(map(str, sizes))}"
@@ -117,12 +124,15 @@ class LocalEngine:
         self._ranks.check()
         return self._ranks.layout()
 
-    def load_anchor(self, path: str, version: int, chain: Sequence[pa.Table], fence: int) -> Attestation:
+    def load_anchor(
+        self, path: str, version: int, chain: Sequence[pa.Table], fence: int, digests: dict[str, str] | None = None
+    ) -> Attestation:
         """Serve what the path and the chain give from the next step on; other versions are forgotten.
 
         Raises:
             ModelError: the file cannot be used; the message names it and the tensor.
-            EngineError: a model of another architecture, or deltas that do not lead from one version to the next.
+            EngineError: a model of another architecture, deltas that do not lead from one version to the next, or
+                tensors of other digests than asked for.
             DeltaError: rows that do not give the exact new tensors.
             StaleFence: a newer publisher has been here.
         """
@@ -137,6 +147,7 @@ class LocalEngine:
             with self._making():
                 made = self._ranks.load(path, version, chain)
                 proof = self._prove(made, chain)
+                check_digests(version, self._gate.live.version, proof.tensors, digests)
                 self._gate.exchange(made)
             self._forget_others()
             return proof
@@ -191,9 +202,10 @@ class LocalEngine:
             self._staged, self._previous = None, live
 
     def revert(self, version: int, fence: int) -> None:
-        """Flip back; harmless when `version` is live; the version that was reverted is forgotten."""
+        """Flip back; when `version` is live, only forget what is staged, so that an `activate` that comes late fails."""
         with self._changing(fence):
             if self._gate.live.version == version:
+                self._forget_others()
                 return
             if self._previous is None or self._previous.version != version:
                 held = "none" if self._previous is None else f"version {self._previous.version}"
@@ -257,20 +269,14 @@ class LocalEngine:
             if fence is not None:
                 self._fence.check(fence)
             self._use_threads()
-            with torch.inference_mode():
+            with short_turns(), torch.inference_mode():
                 yield
         finally:
             self._staging.release()
 
     def _builds_on(self, version: int, base_version: int) -> Live:
         live = self._gate.live
-        if base_version != live.version:
-            raise EngineError(
-                f"version {version} builds on {base_version}, but version {live.version} is live; load the anchor "
-                f"and deltas up to {base_version} first"
-            )
-        if version == live.version:
-            raise EngineError(f"version {version} is live already; give the new weights a number of their own")
+        check_base(version, base_version, live.version)
         return live
 
     @contextmanager

@@ -11,10 +11,10 @@ from torch import Tensor
 from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.checkpoint import is_extra, read_tensors
 from furlong.ops.policy.decoder import Decoder
-from furlong.ops.policy.shard import WHOLE, Exchange, Shard, part_of, pieces, whole_piece
+from furlong.ops.policy.shard import WHOLE, Exchange, Shard, part_of, pieces
 from furlong.ops.policy.wave import Live
 from furlong.ops.weights.delta import apply
-from furlong.ops.weights.layout import Offer
+from furlong.ops.weights.layout import Offer, whole_piece
 
 
 class Rank:
@@ -40,6 +40,7 @@ class Rank:
 
     def load(self, path: str, version: int, chain: Sequence[pa.Table], serial: int) -> Live:
         """The path's weights, changed by the chain, as in `Engine.load_anchor`."""
+        self._spare = {}
         tensors = read_tensors(path, self._architecture, self._dtype, self._pieces)
         for deltas in chain:
             tensors |= self._apply(deltas, tensors)
@@ -63,6 +64,7 @@ class Rank:
         """The offered version, from a transfer in which this rank takes part; unchanged tensors are shared."""
         from furlong.resources.weights.receive import take
 
+        self._spare = {}
         slabs = take(offer, engine, self._number, self._pieces, base.tensors)
         return self._make(offer.version, slabs, base, serial)
 

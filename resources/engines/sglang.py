@@ -20,7 +20,8 @@ from furlong.ops.policy.checkpoint import DTYPES, is_extra, read_tensors
 from furlong.ops.protocols import Attestation, GenerateRequest, Sample
 from furlong.ops.weights.delta import apply
 from furlong.ops.weights.digest import tensor_digest, weights_digest
-from furlong.ops.weights.layout import Offer, Piece
+from furlong.ops.weights.layout import Offer, Piece, whole_piece
+from furlong.resources.engines.incoming import check_base, check_digests, check_origin
 from furlong.resources.engines.sglang_pause import CONTROL_DEADLINE, ServerPause
 from furlong.resources.engines.sglang_push import PUSH_DEADLINE, Parcel, Push, Pusher, make_pusher
 from furlong.resources.engines.sglang_requests import ServerRequests
@@ -110,18 +111,21 @@ class SGLangEngine:
         self._pause.resume()
 
     def layout(self) -> list[dict[str, Piece]]:
-        """One rank with whole tensors."""
-        tensors = self._live.tensors
-        return [{name: Piece(name, 0, 0, t.shape[0] if t.dim() else 1) for name, t in tensors.items()}]
+        """One rank with whole tensors, of the policy; drafts and adapters, whose shapes may change, are not named."""
+        tensors = _policy(self._live.tensors)
+        return [{name: whole_piece(name, tensor.shape) for name, tensor in tensors.items()}]
 
     @torch.inference_mode()
-    def load_anchor(self, path: str, version: int, chain: list[pa.Table], fence: int) -> Attestation:
+    def load_anchor(
+        self, path: str, version: int, chain: list[pa.Table], fence: int, digests: dict[str, str] | None = None
+    ) -> Attestation:
         """Serve complete weights from now on; a staged version is dropped, as its base is gone."""
         with self._as_publisher(fence):
             tensors = read_tensors(path, self._architecture, DTYPES[self._dtype])
             for deltas in chain:
                 tensors |= apply(deltas, tensors)
             weights = self._weigh(version, tensors)
+            check_digests(version, self._live.version, self._attestation(weights).tensors, digests)
             self._drop_staged()
             parcel = self._pusher.pack(_policy(weights.tensors))
             try:
@@ -141,13 +145,8 @@ class SGLangEngine:
             DeltaError: rows that do not give the exact new tensors.
         """
         with self._as_publisher(fence):
-            self._check_base(version, base_version)
-            found = set(zip(deltas["version"].to_pylist(), deltas["base_version"].to_pylist(), strict=True))
-            if found - {(version, base_version)}:
-                raise EngineError(
-                    f"rows of (version, base_version) {sorted(found)[:2]} were given for ({version}, {base_version}); "
-                    "select the version's own rows"
-                )
+            check_base(version, base_version, self._live.version)
+            check_origin(version, base_version, deltas)
             return self._stage(version, self._live.tensors | apply(deltas, self._live.tensors))
 
     @torch.inference_mode()
@@ -156,7 +155,8 @@ class SGLangEngine:
         from furlong.resources.weights.receive import take
 
         with self._as_publisher(offer.fence):
-            self._check_base(offer.version, offer.base_version)
+            live = self._live.version
+            check_base(offer.version, live if offer.base_version is None else offer.base_version, live)
             return self._stage(offer.version, take(offer, engine, 0, self.layout()[0], self._live.tensors))
 
     def activate(self, version: int, fence: int) -> None:
@@ -177,6 +177,8 @@ class SGLangEngine:
         """Put the version before the last `activate` back; EngineError when it is another one or is not at hand."""
         with self._as_publisher(fence):
             if self._live.version == version:
+                # So that an `activate` that comes late fails.
+                self._drop_staged()
                 return
             if self._previous is None or self._previous.version != version:
                 held = "none" if self._previous is None else f"version {self._previous.version}"
@@ -233,16 +235,6 @@ class SGLangEngine:
             # Again, as a newer publisher may have come while this one waited.
             self._fence.check(fence)
             yield
-
-    def _check_base(self, version: int, base_version: int | None) -> None:
-        live = self._live.version
-        if base_version is not None and base_version != live:
-            raise EngineError(
-                f"version {version} builds on {base_version}, but version {live} is live; load the anchor and deltas up "
-                f"to {base_version} first"
-            )
-        if version == live:
-            raise EngineError(f"version {version} is live already; give the new weights a number of their own")
 
     def _stage(self, version: int, tensors: dict[str, Tensor]) -> Attestation:
         self._drop_staged()

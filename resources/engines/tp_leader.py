@@ -22,12 +22,12 @@ from furlong.ops.policy.decoder import WeightsError
 from furlong.ops.policy.generate import check_requests, generate
 from furlong.ops.policy.kv_cache import CachePool
 from furlong.ops.policy.manifest import ModelError
-from furlong.ops.policy.shard import covers, pieces
+from furlong.ops.policy.shard import pieces
 from furlong.ops.policy.wave import Live
 from furlong.ops.protocols import GenerateRequest, Sample
 from furlong.ops.weights.delta import DeltaError
 from furlong.ops.weights.digest import tensor_digest
-from furlong.ops.weights.layout import Offer, Piece
+from furlong.ops.weights.layout import Offer, Piece, whole_piece
 from furlong.resources.engines.rank import Rank
 from furlong.resources.engines.step_gate import EngineError, StepGate
 from furlong.resources.engines.tp_channel import offer_to_json
@@ -122,7 +122,7 @@ class TpRanks:
         Raises:
             WeightsError: a tensor that every rank has whole is not the same on all of them.
         """
-        split = [name for name, shape in self._shapes.items() if not covers(self._layout[0][name], shape)]
+        split = [name for name, shape in self._shapes.items() if self._layout[0][name] != whole_piece(name, shape)]
         said = {"serial": live.serial, "split": split}
         mine, answers = self._all_answers("prove", said, lambda: self._rank.served(live))
         with ThreadPoolExecutor(self._threads) as pool:
@@ -155,9 +155,7 @@ class TpRanks:
     def resident_bytes(self) -> int:
         return psutil.Process().memory_info().rss + sum(other.resident_bytes() for other in self._others)
 
-    def _all(
-        self, do: str, said: dict[str, Any], mine: Callable[[], Any] = lambda: None, tables: Sequence[pa.Table] = ()
-    ) -> Any:
+    def _all(self, do: str, said: dict[str, Any], mine: Callable[[], Any], tables: Sequence[pa.Table] = ()) -> Any:
         """Have every rank do it at the same time, this one by `mine`; this one's result once all are done."""
         return self._all_answers(do, said, mine, tables)[0]
 

@@ -26,6 +26,7 @@ from furlong.ops.weights.digest import raw_bytes, tensor_digest
 from furlong.resources.engines.rank import Rank
 from furlong.resources.engines.tp_channel import Channel, offer_from_json
 from furlong.resources.engines.tp_steps import BatchEnded, FollowerSteps, drawn_digest
+from furlong.resources.engines.turns import short_turns
 from furlong.resources.weights.group import Group
 
 SEND_DEADLINE = 120.0
@@ -146,7 +147,8 @@ def main(weights_end: int, steps_end: int) -> None:
     follower = Follower(weights, steps, weights.receive(None)[0])
     threading.Thread(target=_or_end, args=(follower.serve_batches,), daemon=True).start()
     weights.send({})
-    follower.serve_weights()
+    with short_turns():
+        follower.serve_weights()
 
 
 if __name__ == "__main__":

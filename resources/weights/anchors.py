@@ -121,6 +121,14 @@ def read_file(path: str | Path) -> dict[str, Tensor]:
         raise AnchorError(f"{path} cannot be read ({err}); it is damaged: restore it, or use another version") from err
 
 
+def write_file(tensors: dict[str, Tensor], path: Path) -> None:
+    """One safetensors file, which others than its owner may read too."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)  # the library makes it private
+
+
 def check_manifest(tensors: dict[str, Tensor], manifest: list[dict[str, Any]], where: str) -> None:
     """Compare the digest of every tensor with the manifest's; AnchorError names the first that differs."""
     from furlong.ops.weights.digest import tensor_digest
@@ -168,11 +176,9 @@ def sync(path: Path) -> None:
 
 def _save(path: Path, tensors: dict[str, Tensor], digest: str) -> None:
     """Write, flush, read back: what is on disk is proved, not what was in memory."""
-    from safetensors.torch import save_file
-
     from furlong.ops.weights.digest import tensor_digest, weights_digest
 
-    save_file({name: tensors[name].detach().contiguous() for name in sorted(tensors)}, path, metadata={"format": "pt"})
+    write_file({name: tensors[name].detach().contiguous() for name in sorted(tensors)}, path)
     sync(path)
     found = weights_digest({name: tensor_digest(tensor) for name, tensor in read_file(path).items()})
     if found != digest:

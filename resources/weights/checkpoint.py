@@ -12,7 +12,7 @@ from furlong.ops.stages.chain import committed_step, one_row
 from furlong.ops.stages.context import StageError
 from furlong.resources.lake import Lake
 from furlong.resources.weights.export import ExportError, check_export, export_digest, export_folder
-from furlong.resources.weights.rebuild import rebuild, version_row
+from furlong.resources.weights.rebuild import full_row, rebuild
 from furlong.resources.weights.run_model import run_model
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Checkpoint:
     folder: Path
     version: int
     weights_digest: str
-    digest: str
+    files_digest: str
     """Over all its files."""
     size: int
     """Bytes of all its files."""
@@ -63,7 +63,7 @@ def export_checkpoint(placement: Placement, run: str, step: int) -> Checkpoint:
         raise StageError(
             f"run {run}: step {step} has no record, so it has no weights to export; run its train_step first"
         )
-    row = version_row(lake, run, done["version_after"])
+    row = full_row(lake, run, done["version_after"])
     if row["state"] == "staged":
         raise StageError(f"run {run}: step {step} has not published its weights; run its weight_publish first")
     folder = placement.folder / "checkpoints" / run / str(row["version"])

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.ops.policy.manifest import ModelError, digest_files, write_manifest
 from furlong.ops.policy.manifest import verify as verify_files
-from furlong.resources.weights.anchors import AnchorError, read_file, sync
-from furlong.resources.weights.rebuild import RebuildError, rebuild, verified, version_row
+from furlong.resources.weights.anchors import AnchorError, read_file, sync, write_file
+from furlong.resources.weights.rebuild import RebuildError, full_row, rebuild, verified
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,11 +54,12 @@ def export_folder(
         raise ExportError(
             f"{target} exists and is not empty; nothing was written: name a new folder, or empty this one"
         )
-    row = version_row(lake, run, version)
+    row = full_row(lake, run, version)
     tensors = rebuild(lake, run, version, base_folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp", dir=target.parent))
+    temporary = None
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp", dir=target.parent))
         _write_tensors(temporary, tensors)
         _copy_files(Path(base_folder), temporary, {t.dtype for name, t in tensors.items() if not is_extra(name)})
         if card is not None:
@@ -72,7 +73,8 @@ def export_folder(
     except OSError as err:
         raise ExportError(f"{target} could not be written ({err}); free disk space or choose another folder") from err
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary:
+            shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
@@ -111,15 +113,13 @@ def export_digest(folder: Path) -> tuple[str, int]:
 
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
     files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
     for name, tensor in tensors.items():
         place, rest = _place(name)
         files.setdefault(place, {})[rest] = tensor
     for place, content in files.items():
         (folder / place).parent.mkdir(exist_ok=True)
-        save_file(content, folder / place, metadata={"format": "pt"})
+        write_file(content, folder / place)
 
 
 def _place(name: str) -> tuple[str, str]:

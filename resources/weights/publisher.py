@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from furlong.ops.protocols import Attestation, Engine, WeightSource
+from furlong.ops.protocols import Attestation, Engine, StaleFence, WeightSource
 from furlong.ops.stages.context import StageError
 from furlong.ops.stages.weight_publish import verify
+from furlong.ops.weights.costs import TRANSPORTS
+from furlong.ops.weights.delta import check_rows
 from furlong.ops.weights.layout import Offer, specs
 from furlong.ops.weights.plan import broadcast_plan, p2p_plan
 from furlong.resources.weights.group import open_store
@@ -21,7 +23,6 @@ from furlong.resources.weights.together import together
 if TYPE_CHECKING:
     import pyarrow as pa
 
-TRANSPORTS = ("broadcast", "p2p", "disk_delta")
 PHASES = ("plan", "stage", "verify", "pause", "flip", "resume", "attest", "done")
 """In this order; the phases from `stage` to `resume` are left out when every engine serves the version already."""
 _LEASE = 30.0
@@ -71,14 +72,16 @@ def publish(
         watch: told each of `PHASES` before it begins; what it raises fails the publication there.
         host: address at which engines and trainer reach this process.
     Raises:
-        PublishError: with the first failure as its cause. Nothing was marked; the version may be published again.
+        PublishError: with a StaleFence as its cause if there was one, else the first failure. Nothing was marked; the
+            version may be published again.
     """
     work = _Work(engines, source, row, deltas, transport, fence, deadline, watch, host)
     try:
         return work.run()
     except Exception as err:
         failures = err.failures if isinstance(err, _Failed) else {"publisher": err}
-        raise PublishError(work.account(failures), work.phase) from next(iter(failures.values()))
+        stale = [failure for failure in failures.values() if isinstance(failure, StaleFence)]
+        raise PublishError(work.account(failures), work.phase) from [*stale, *failures.values()][0]
 
 
 class _Failed(Exception):
@@ -118,6 +121,9 @@ class _Work:
                 stage_seconds = time.monotonic() - began
                 self._enter("verify")
                 self._verify(shadows)
+                if offer:
+                    # It needed no rows, but whoever starts an engine later does: what is live can be rebuilt.
+                    check_rows(self.deltas, {tensor["name"]: tensor["digest"] for tensor in self.row["tensors"]})
                 pause_seconds = self._flip(behind)
             self._enter("attest")
             proofs = self._ask({name: engine.attest for name, engine in self._named().items()})

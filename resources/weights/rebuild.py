@@ -31,18 +31,18 @@ def rebuild(lake: Lake, run: str, version: int, base_folder: str) -> dict[str, T
     Raises:
         RebuildError: a link of the chain is missing, collected or damaged; nothing partial is ever returned.
     """
-    row = version_row(lake, run, version)
+    row = full_row(lake, run, version)
     try:
         *path, anchor = [link["version"] for link in chain_rows(lake, run, version)]
     except StageError as err:
         raise RebuildError(str(err)) from err
-    tensors = complete(lake, version_row(lake, run, anchor) if path else row, base_folder)
+    tensors = complete(lake, full_row(lake, run, anchor) if path else row, base_folder)
     for later in reversed(path):
         tensors = tensors | changed(lake, run, later, tensors)[0]
     return verified(tensors, row) if path else tensors
 
 
-def version_row(lake: LakeLike, run: str, version: int) -> dict[str, Any]:
+def full_row(lake: LakeLike, run: str, version: int) -> dict[str, Any]:
     """The version's whole row, manifest included; RebuildError when there is none."""
     row = one_row(lake, "weight_versions", {"run": run, "version": version})
     if row is None:

@@ -15,11 +15,18 @@ def run_row(lake: Lake, run: str) -> dict[str, Any]:
     """The row of `runs`; SpecError lists the runs that there are."""
     row = one_row(lake, "runs", {"run": run})
     if row is None:
-        known = sorted(lake.read("runs", None, ["run"])["run"].to_pylist())
-        raise SpecError(
-            f"no run {run!r} in the lake {lake.uri}; it has {', '.join(known) or 'none'}: name one of these"
-        )
+        known = ", ".join(known_runs(lake)) or "none"
+        raise SpecError(f"no run {run!r} in the lake {lake.uri}; it has {known}: name one of these")
     return row
+
+
+def known_runs(lake: Lake) -> list[str]:
+    return sorted(lake.read("runs", None, ["run"])["run"].to_pylist())
+
+
+def stored_spec(row: dict[str, Any]) -> RunSpec:
+    """The spec that a row of `runs` was started with."""
+    return parse_spec(json.loads(row["spec"]), f"run {row['run']} in the lake")
 
 
 def run_model(lake: Lake, run: str, placement: Placement) -> tuple[dict[str, Any], RunSpec, ModelFolder]:
@@ -29,7 +36,7 @@ def run_model(lake: Lake, run: str, placement: Placement) -> tuple[dict[str, Any
         SpecError: there is no such run, or the base model is another than the run began with.
     """
     row = run_row(lake, run)
-    spec = parse_spec(json.loads(row["spec"]), f"run {run} in the lake")
+    spec = stored_spec(row)
     model = resolve(spec.model, spec.data, spec.seed, placement.folder)
     if model.digest != row["base_digest"]:
         raise SpecError(

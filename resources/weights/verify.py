@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from furlong.ops.stages.chain import CHAIN_COLUMNS
-from furlong.resources.weights.rebuild import RebuildError, changed, complete, same_digest, version_row
+from furlong.resources.weights.rebuild import RebuildError, changed, complete, full_row, same_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ class _Walk:
         """What the version holds, None when it cannot be had, and what is wrong."""
         row = self.rows[version]
         try:
-            record = version_row(self.lake, self.run, version)
+            record = full_row(self.lake, self.run, version)
             same_digest(record)
             warm = None if parent is None else self._on(parent, record)
             if row["kind"] == "anchor":

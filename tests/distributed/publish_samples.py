@@ -16,6 +16,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import torch
 from safetensors.torch import load_file
@@ -26,6 +27,7 @@ from furlong.ops.protocols import Attestation
 from furlong.ops.weights.delta import encode
 from furlong.ops.weights.digest import manifest, weights_digest
 from furlong.ops.weights.layout import Offer, Piece, cut, specs
+from furlong.resources.weights import send as sending
 from furlong.resources.weights.publisher import PublishError, publish
 from furlong.resources.weights.send import send
 from furlong.resources.weights.together import together
@@ -83,6 +85,19 @@ class Trainer:
         self.version = version
         self.specs = {spec.name: spec for spec in specs(update(self.folder, version)[0]["tensors"])}
 
+    def kill_at_second_parcel(self, pid: int) -> None:
+        """In the next transfer, when some bytes have gone by and more are to come."""
+        real, calls = sending.pack, []
+
+        def pack(*args: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                sending.pack = real
+                os.kill(pid, signal.SIGKILL)
+            real(*args)
+
+        sending.pack = pack
+
     def holdings(self) -> list[list[Piece]]:
         return [[self._piece(name, rank) for name in self.specs] for rank in range(self.ranks)]
 
@@ -122,7 +137,9 @@ def served(address: str, make: Callable[..., Any], *args: Any) -> None:
     os.setpgrp()
     torch.set_num_threads(1)
     target = make(*args)
-    with Listener(address, backlog=16) as listener:
+    with Listener(f"{address}.new", backlog=16) as listener:
+        # Its final name only now: for a moment the socket is there and nobody listens.
+        os.rename(f"{address}.new", address)
         while True:
             threading.Thread(target=_answer, args=(listener.accept(), target), daemon=True).start()
 
@@ -210,10 +227,26 @@ class World:
         self.fence += 1
         return self.fence
 
+    def pid(self, name: str) -> int:
+        """Of `source`, `engine 0`, or one rank of an engine, such as `engine 1 rank 1`."""
+        party, _, rank = name.partition(" rank ")
+        pid = self.processes[party].pid
+        return psutil.Process(pid).children()[0].pid if rank == "1" else pid
+
+    def serves(self, name: str) -> bool:
+        """Whether an engine is there with all its ranks."""
+        if not self.processes[name].is_alive():
+            return False
+        try:
+            return bool(self.remotes[name].health())
+        except (RuntimeError, ConnectionError):
+            return False
+
     def heal(self, version: int) -> None:
-        """Start what is dead; bring engines that serve anything else than `version` or its parent to the parent."""
+        """Start what is dead or broken, engines at the parent of `version`."""
         for name, process in list(self.processes.items()):
-            if not process.is_alive():
+            if not (process.is_alive() if name == "source" else self.serves(name)):
+                self.kill(name)
                 self.start(name)
                 if name != "source":
                     self.load(name, version - 1)
@@ -229,8 +262,14 @@ class World:
         fence = options.pop("fence", None) or self.next_fence()
         return publish(self.engines, self.remotes["source"], row, deltas, transport, fence, deadline, **options)
 
-    def publisher(self, version: int, transport: str, kill: dict[str, list[int]], deadline: float) -> tuple[str, str]:
-        """From a process of its own, which at the start of a phase kills these processes, itself when among them is 0.
+    def publisher(
+        self, version: int, transport: str, phase: str, victims: list[str], deadline: float
+    ) -> tuple[str, str]:
+        """From a process of its own, which at the start of a phase kills these parties, in this order.
+
+        Args:
+            victims: whole engines or the source, by name, `engine 1 rank 0` for one process of an engine, or
+                `publisher` for itself, or `publisher, by the source` for the middle of the next transfer.
 
         Returns:
             `("ok", "")`, `("PublishError", message)`, or `("dead", "")`.
@@ -238,8 +277,9 @@ class World:
         self.remotes["source"].hold(version)
         mine, theirs = self._context.Pipe()
         args = (theirs, self.folder, [e.address for e in self.engines], self.remotes["source"].address)
+        kill = [(name, 0 if name.startswith("publisher") else self.pid(name)) for name in victims]
         process = self._context.Process(
-            target=publisher_main, args=(*args, version, transport, self.next_fence(), deadline, kill)
+            target=publisher_main, args=(*args, version, transport, self.next_fence(), deadline, phase, kill)
         )
         process.start()
         theirs.close()
@@ -264,15 +304,18 @@ def kill_group(pid: int) -> None:
 
 def publisher_main(
     pipe: Connection, folder: str, engines: list[str], source: str, version: int, transport: str, fence: int,
-    deadline: float, kill: dict[str, list[int]],
+    deadline: float, phase: str, kill: list[tuple[str, int]],
 ) -> None:  # fmt: skip
-    def watch(phase: str) -> None:
-        victims = kill.get(phase, [])
-        for pid in victims:
-            if pid:
+    def watch(entered: str) -> None:
+        for name, pid in kill if entered == phase else ():
+            if name == "publisher, by the source":
+                Remote(source).kill_at_second_parcel(os.getpid())
+            elif name == "publisher":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif " rank " in name:
+                os.kill(pid, signal.SIGKILL)
+            else:
                 kill_group(pid)
-        if 0 in victims:
-            os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)
     row, deltas = update(folder, version)

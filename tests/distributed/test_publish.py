@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from publish_samples import World, make_model, update, weights, world
 
@@ -137,16 +138,30 @@ def test_an_engine_with_the_right_number_and_wrong_bytes_is_found_out(fresh: Wor
     check_serving(fresh, 2)
 
 
-def test_a_flipped_bit_in_what_the_trainer_sends_is_caught_before_the_flip(fresh: World) -> None:
+@pytest.mark.parametrize("transport", ["broadcast", "p2p"])
+def test_other_bytes_than_the_manifest_s_from_the_trainer_are_caught_before_the_flip(
+    fresh: World, transport: str
+) -> None:
     row, deltas = update(fresh.folder, 2)
-    wrong = {**row, "tensors": [dict(t) for t in row["tensors"]]}
-    wrong["tensors"][3]["digest"] = "0" * 64
+    fresh.remotes["source"].hold(3)
+    args = (row, deltas, transport, fresh.next_fence(), 20.0)
+    with pytest.raises(PublishError, match=r"phase verify.*engine 0: .*draft\.head\.weight.*engine 1: "):
+        publish(fresh.engines, fresh.remotes["source"], *args)
+    check_serving(fresh, 1)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rows_and_manifest_that_disagree_are_caught_before_the_flip(fresh: World, transport: str) -> None:
+    row, deltas = update(fresh.folder, 2)
+    name, phase = "lm_head.weight", "stage" if transport == "disk_delta" else "verify"
+    rows = deltas.select(["name", "digest"]).to_pylist()
+    digests = pa.array(["0" * 64 if r["name"] == name else r["digest"] for r in rows])
+    wrong = deltas.set_column(deltas.schema.get_field_index("digest"), deltas.schema.field("digest"), digests)
     fresh.remotes["source"].hold(2)
-    for transport in TRANSPORTS:
-        args = (wrong, deltas, transport, fresh.next_fence(), 20.0)
-        with pytest.raises(PublishError, match=f"phase verify.*engine 0: .*{wrong['tensors'][3]['name']}.*engine 1: "):
-            publish(fresh.engines, fresh.remotes["source"], *args)
-        check_serving(fresh, 1)
+    args = (row, wrong, transport, fresh.next_fence(), 20.0)
+    with pytest.raises(PublishError, match=f"phase {phase}.*{name}"):
+        publish(fresh.engines, fresh.remotes["source"], *args)
+    check_serving(fresh, 1)
 
 
 def test_a_late_publisher_is_refused_and_changes_nothing(fresh: World) -> None:
@@ -180,12 +195,23 @@ def test_two_publishers_at_once_leave_one_version_everywhere(fresh: World) -> No
     check_serving(fresh, 2)
 
 
-@pytest.mark.parametrize("phase", ["stage", "pause", "flip"])
-@pytest.mark.parametrize("transport", ["p2p", "disk_delta"])
+@pytest.mark.parametrize(
+    ("transport", "phase"),
+    [
+        ("disk_delta", "stage"),
+        ("disk_delta", "flip"),
+        pytest.param("p2p", "stage", marks=pytest.mark.slow),
+        pytest.param("p2p", "pause", marks=pytest.mark.slow),
+        pytest.param("disk_delta", "pause", marks=pytest.mark.slow),
+        pytest.param("p2p", "flip", marks=pytest.mark.slow),
+    ],
+)
 def test_an_engine_slower_than_the_deadline_is_named_and_holds_up_nobody(
     fresh: World, transport: str, phase: str
 ) -> None:
     slow = fresh.processes["engine 0"].pid
+    # Meeting at a store has been seen to take 5 s on a busy machine.
+    deadline = 2.0 if transport == "disk_delta" else 8.0
 
     def watch(entered: str) -> None:
         if entered == phase:
@@ -194,8 +220,8 @@ def test_an_engine_slower_than_the_deadline_is_named_and_holds_up_nobody(
     try:
         began = time.monotonic()
         with pytest.raises(PublishError, match=f"phase {phase}.*engine 0.*engine 1 serves version 1") as raised:
-            fresh.publish(2, transport, deadline=2.0, watch=watch)
-        assert time.monotonic() - began < 20
+            fresh.publish(2, transport, deadline=deadline, watch=watch)
+        assert time.monotonic() - began < 10 + 5 * deadline
         assert "engine 0 does not answer" in str(raised.value)
         proof, health = fresh.engines[1].attest(), fresh.engines[1].health()
         assert (proof.digest, health["paused"]) == (update(fresh.folder, 1)[0]["digest"], False)
@@ -206,34 +232,91 @@ def test_an_engine_slower_than_the_deadline_is_named_and_holds_up_nobody(
     check_serving(fresh, 2)
 
 
-VICTIMS = [("publisher",), ("engine 0",), ("publisher", "engine 0"), ("source",)]
+VICTIMS = {
+    ("publisher",): (0, 3),
+    ("engine 0",): (3, 3),
+    ("engine 0", "publisher"): (6, 3),
+    ("source",): (9, 3),
+    ("engine 1 rank 0",): (1, 1),
+    ("engine 1 rank 1",): (6, 1),
+}
+"""Who is killed, in this order -> the first phase at which `make test` does it by the first transport, and at how many from
+there on; each further transport begins 3 later. Engine 1 is split in two, and takes seconds to start again."""
 
 
+def in_short() -> list[Any]:
+    """Everybody killed in every transport, but not at every phase as in `make test-all`."""
+    return [
+        pytest.param(
+            transport,
+            victims,
+            tuple(PHASES[(first + 3 * later + more) % len(PHASES)] for more in range(count)),
+            id=f"{transport}-{'+'.join(victims)}",
+        )
+        for victims, (first, count) in VICTIMS.items()
+        for later, transport in enumerate(TRANSPORTS)
+    ]
+
+
+def test_the_short_crash_matrix_has_every_phase_of_every_transport_and_with_every_victim_of_one_process() -> None:
+    cells = [(*param.values[:2], phase) for param in in_short() for phase in param.values[2]]
+    assert {(transport, phase) for transport, _, phase in cells} == {(t, p) for t in TRANSPORTS for p in PHASES}
+    one = [victims for victims, (_, count) in VICTIMS.items() if count > 1]
+    assert {(victims, phase) for _, victims, phase in cells if victims in one} == {(v, p) for v in one for p in PHASES}
+
+
+@pytest.mark.parametrize(("transport", "victims", "phases"), in_short())
+def test_sigkill_leaves_whole_versions_and_the_next_publish_succeeds(
+    fresh: World, transport: str, victims: tuple[str, ...], phases: tuple[str, ...]
+) -> None:
+    for phase in phases:
+        check_kill(fresh, transport, victims, phase)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victims", VICTIMS, ids="+".join)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sigkill_at_every_phase_leaves_whole_versions_and_the_next_publish_succeeds(
     fresh: World, transport: str, victims: tuple[str, ...]
 ) -> None:
     for phase in PHASES:
-        fresh.heal(2)
-        for name in ("engine 0", "engine 1"):
-            fresh.load(name, 1)
-        pids = [0 if name == "publisher" else fresh.processes[name].pid for name in sorted(victims)]
-        state, message = fresh.publisher(2, transport, {phase: pids[::-1]}, deadline=10.0)
-        if "publisher" in victims:
-            assert state == "dead", (phase, message)
-        elif state == "PublishError":
-            assert victims[0] in message, (phase, message)
-        for name in victims:
-            if name != "publisher":
-                fresh.processes[name].join(10)
-        living = [e for n, e in enumerate(fresh.engines) if fresh.processes[f"engine {n}"].is_alive()]
-        assert len(living) == 2 - ("engine 0" in victims), phase
-        served = {(proof.version, proof.digest) for proof in (engine.attest() for engine in living)}
-        assert served <= {(v, update(fresh.folder, v)[0]["digest"]) for v in (1, 2)}, phase
-        if "publisher" not in victims:
-            # Whoever is left to decide makes it one version, and the same for all.
-            assert served == {(2 if state == "ok" else 1, update(fresh.folder, 2 if state == "ok" else 1)[0]["digest"])}
-        fresh.heal(2)
-        fresh.publish(2, transport)
-        check_serving(fresh, 2)
+        check_kill(fresh, transport, victims, phase)
+
+
+def check_kill(made: World, transport: str, victims: tuple[str, ...], phase: str) -> None:
+    made.heal(2)
+    for name in ("engine 0", "engine 1"):
+        made.load(name, 1)
+    state, message = made.publisher(2, transport, phase, list(victims), deadline=10.0)
+    killed = {name.partition(" rank ")[0] for name in victims}
+    if "publisher" in killed:
+        assert state == "dead", (phase, message)
+    elif state == "PublishError":
+        assert all(name in message for name in killed), (phase, message)
+    gone = {name for name in killed if name.startswith("engine")}
+    until = time.monotonic() + 10
+    while any(made.serves(name) for name in gone) and time.monotonic() < until:
+        time.sleep(0.05)  # a split engine sees the end of a rank when that process has been taken down
+    living = {number: made.remotes[f"engine {number}"] for number in (0, 1) if made.serves(f"engine {number}")}
+    assert living.keys() == {0, 1} - {int(name[7:]) for name in gone}, phase
+    served = {(proof.version, proof.digest) for proof in (engine.attest() for engine in living.values())}
+    assert served <= {(v, update(made.folder, v)[0]["digest"]) for v in (1, 2)}, phase
+    if "publisher" not in killed:
+        # Whoever is left to decide makes it one version, and the same for all.
+        version = 2 if state == "ok" else 1
+        assert served == {(version, update(made.folder, version)[0]["digest"])}, (phase, state, message)
+    made.heal(2)
+    made.publish(2, transport)
+    check_serving(made, 2)
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "p2p"])
+def test_a_publisher_killed_when_some_bytes_have_arrived_leaves_the_parent_and_no_shadow(
+    fresh: World, transport: str
+) -> None:
+    state, message = fresh.publisher(2, transport, "stage", ["publisher, by the source"], deadline=20.0)
+    assert state == "dead", message
+    check_serving(fresh, 1)  # once whatever is under way has ended: the engines answer one after the other
+    assert [engine.health()["staged"] for engine in fresh.engines] == [None, None]
+    fresh.publish(2, transport)
+    check_serving(fresh, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, pairwise
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from distributed.publish_contract import CONTRACT, Stand
 from distributed.sglang_samples import (
     CLOSE,
     ask,
@@ -38,6 +39,7 @@ from furlong.resources.engines.sglang import SGLangEngine
 from furlong.resources.engines.sglang_push import make_pusher
 from furlong.resources.engines.step_gate import EngineError
 from furlong.resources.weights.group import open_store
+from furlong.resources.weights.publisher import TRANSPORTS, PublishError
 from furlong.resources.weights.send import send
 
 PUSHES = ("tensor", "distributed", "disk")
@@ -200,7 +202,29 @@ def test_an_anchor_with_a_chain_and_extra_tensors(engine, folder, tmp_path):
     third = changed(second, "draft.fc.weight", seed=4)
     publish(engine, 10, 9, second, third)
     assert_serves(engine, folder, third, 10)
-    assert {name: piece.stop for name, piece in engine.layout()[0].items()} == {n: t.shape[0] for n, t in third.items()}
+    assert {name: piece.stop for name, piece in engine.layout()[0].items()} == {n: t.shape[0] for n, t in old.items()}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("rule", CONTRACT, ids=lambda rule: rule.__name__)
+def test_contract(engine, folder, push, transport, rule: Callable[[Stand], None]):
+    """What `test_publish_contract` holds the other engines to, by every transport and every push."""
+    stand = Stand(engine, folder, transport, FENCES)
+    rule(stand)
+    assert_serves(engine, folder, stand.versions[engine.health()["version"]], engine.health()["version"])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_publication_that_the_server_does_not_hold_leaves_the_version_before(engine, folder, push, transport):
+    stand = Stand(engine, folder, transport, FENCES)
+    stand.add()
+    # After the shadow was proven and before it is put into the server: only what the server reports can tell.
+    with pytest.raises(PublishError, match=r"phase flip.*does not hold version 1.*engine 0 serves version 0"):
+        stand.publish(flip=lambda: flip_a_bit(engine, push))
+    stand.check_serves(0)
+    assert_serves(engine, folder, stand.versions[0], 0)
+    stand.publish()
+    assert_serves(engine, folder, stand.versions[1], 1)
 
 
 @pytest.mark.parametrize("way", ["broadcast", "p2p"])

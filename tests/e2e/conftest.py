@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from furlong.ops import records
@@ -35,6 +36,17 @@ class Place:
     def finish(self, run: str, **config) -> None:
         done = self.drive(run, **config)
         assert done.returncode == 0, done.stderr[-4000:]
+
+    def actor_process(self, role: str, run: str) -> psutil.Process:
+        """The actor's process, by the log file that it holds open."""
+        log = str(self.placement.folder / "logs" / f"{role}-{run}.log")
+        for process in psutil.process_iter():
+            try:
+                if any(os.readlink(f"/proc/{process.pid}/fd/{fd}") == log for fd in (1, 2)):
+                    return process
+            except OSError:
+                continue
+        raise AssertionError(f"no process writes {log}")
 
     def digests(self, run: str) -> list[tuple[int, str, str]]:
         rows = self.lake.read("weight_versions", {"run": run}, ["version", "state", "digest"]).to_pylist()

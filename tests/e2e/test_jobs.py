@@ -8,7 +8,6 @@ import sys
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from dagster import AssetKey, AssetRecordsFilter, DagsterInstance
@@ -23,18 +22,6 @@ KEYS = {
     "run", "spec", "steps", "seconds", "reward_per_step", "eval_before", "eval_after", "greedy_before", "greedy_after",
     "full_bytes", "delta_bytes_per_step", "weights_versions", "peak_rss_bytes", "tokens_per_second",
 }  # fmt: skip
-
-
-def actor_process(place, role: str, run: str) -> psutil.Process:
-    """The actor's process, by the log file that it holds open."""
-    log = str(place.placement.folder / "logs" / f"{role}-{run}.log")
-    for process in psutil.process_iter():
-        try:
-            if any(os.readlink(f"/proc/{process.pid}/fd/{fd}") == log for fd in (1, 2)):
-                return process
-        except OSError:
-            continue
-    raise AssertionError(f"no process writes {log}")
 
 
 def test_step_by_step_leaves_the_rows_of_a_block(place, undisturbed):
@@ -57,7 +44,7 @@ def test_blocks_of_one_step_leave_the_same_rows(place, undisturbed):
 def test_an_actor_killed_between_blocks_is_rebuilt_from_the_lake(place, undisturbed, role):
     run = f"lost-{role}"
     place.finish(run, steps=2)
-    actor_process(place, role, run).send_signal(signal.SIGKILL)
+    place.actor_process(role, run).send_signal(signal.SIGKILL)
     place.finish(run)
     assert place.digests(run) == undisturbed[0]
     assert place.row_digests(run, "RUN") == undisturbed[1]

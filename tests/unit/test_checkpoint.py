@@ -69,7 +69,7 @@ def test_materialising_exports_checks_and_tells_the_lineage(made):
         assert fact in card, fact
     again = export_checkpoint(placement, RUN, 3)
     assert not again.wrote
-    assert again.digest == facts["digest"]
+    assert again.files_digest == facts["files_digest"]
 
 
 def test_a_checkpoint_that_was_changed_is_refused(made):

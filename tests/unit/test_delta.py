@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from furlong.ops import records
 from furlong.ops.weights import codec, delta
-from furlong.ops.weights.delta import DeltaError, apply, changed_fraction, encode, encode_and_digest, full_bytes
+from furlong.ops.weights.delta import DeltaError, apply, encode, encode_and_digest, full_bytes
 from furlong.ops.weights.digest import raw_bytes, tensor_digest
 from furlong.ops.weights.layout import Piece
 from furlong.ops.weights.scan import scan
@@ -96,7 +96,7 @@ def test_any_change_is_exact_and_the_base_stays_as_it_was(sets, chunk):
     reference = sum(differing(old.get(name), t) for name, t in new.items()) / max(
         1, sum(t.numel() for t in new.values())
     )
-    assert changed_fraction(old, new) == encoded.changed_fraction == reference
+    assert encoded.changed_fraction == reference
 
 
 def differing(a: torch.Tensor | None, b: torch.Tensor) -> int:
@@ -223,7 +223,7 @@ def test_bytes_stay_near_the_entropy_of_positions_and_values(rate):
     moved = np.where(rng.random(bits.size) < rate, bits + steps, bits).astype(np.uint16)
     new = from_bytes(moved.view(np.uint8), torch.bfloat16, tuple(old.shape))
     rows = make({"w": old}, {"w": new})
-    p = changed_fraction({"w": old}, {"w": new})
+    p = encode_and_digest(2, 1, "r", {"w": old}, {"w": new}).changed_fraction
     position_bits = -(p * math.log2(p) + (1 - p) * math.log2(1 - p)) / p
     value_bits = -sum(q * math.log2(q) for q in (0.03, 0.47, 0.47, 0.03))
     entropy_bytes = p * old.numel() * (position_bits + value_bits) / 8
@@ -236,8 +236,8 @@ def test_nothing_changed_gives_no_rows():
     assert rows.num_rows == 0
     assert rows.schema == records.TABLES["weight_deltas"]
     assert apply(rows, tensors) == {}
-    assert changed_fraction(tensors, tensors) == 0.0
-    assert changed_fraction({}, {}) == 0.0
+    assert encode_and_digest(2, 1, "r", tensors, tensors).changed_fraction == 0.0
+    assert encode_and_digest(2, 1, "r", {}, {}).changed_fraction == 0.0
     assert full_bytes(tensors) == 12
 
 

@@ -1,7 +1,9 @@
 """An engine's weights versions, whole and split over two processes: loading, fencing, reverting, drafts and adapters."""
 
 import ctypes
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ from tiny_policy import make_folder
 from furlong.ops import records
 from furlong.ops.policy.decoder import WeightsError
 from furlong.ops.policy.manifest import ModelError
-from furlong.ops.policy.shard import sizes_that_fit
 from furlong.ops.protocols import GenerateRequest, StaleFence
 from furlong.ops.weights.delta import DeltaError, encode
 from furlong.ops.weights.digest import manifest, weights_digest
@@ -186,6 +187,54 @@ def test_revert_goes_back_once(engine, folder, fence):
         engine.revert(0, fence)
 
 
+def test_a_flip_that_comes_after_going_back_finds_nothing(engine, folder, fence):
+    """The two calls may be under way at once, and the second be served first."""
+    before = engine.attest()
+    _, _, deltas = version(base_tensors(folder), 1, 0)
+    engine.stage(1, 0, deltas, fence)
+    engine.revert(0, fence)
+    with pytest.raises(EngineError, match=r"version 1 is not staged \(nothing is\)"):
+        engine.activate(1, fence)
+    assert engine.attest() == before
+
+
+def test_other_weights_than_asked_for_are_not_loaded(engine, folder, fence):
+    before = engine.attest()
+    _, digests, deltas = version(base_tensors(folder), 1, 0)
+    for wrong in ({**digests, CHANGED[2]: "0" * 64}, {**digests, "draft.more": "0" * 64}):
+        name = (wrong.items() - digests.items()).pop()[0]
+        with pytest.raises(EngineError, match=f"tensor {name} of version 1 has digest .* version 0 goes on serving"):
+            engine.load_anchor(folder, 1, [deltas], fence, wrong)
+        assert engine.attest() == before
+    assert engine.load_anchor(folder, 1, [deltas], fence, digests).tensors == digests
+
+
+@pytest.mark.parametrize("coming", ["receive", "load"])
+def test_a_version_is_forgotten_before_the_next_but_one_comes(folder, monkeypatch, coming):
+    """Beside the live version there is room for one."""
+    engine = LocalEngine(folder, 0, "float32", 1, [3])
+    one, _, first = version(base_tensors(folder), 1, 0)
+    engine.load_anchor(folder, 0, [], 1)
+    old = weakref.ref(engine._gate.live.tensors[CHANGED[1]])
+    engine.stage(1, 0, first, 1)
+    engine.activate(1, 1)
+    there = []
+
+    def comes(*_):
+        gc.collect()
+        there.append(old())
+        raise ModelError("does not come")
+
+    monkeypatch.setattr("furlong.resources.weights.receive.take", comes)
+    monkeypatch.setattr("furlong.resources.engines.rank.read_tensors", comes)
+    tensors = tuple(TensorSpec(r["name"], r["dtype"], tuple(r["shape"]), r["digest"]) for r in manifest(one))
+    offer = Offer("s", "", 2, 1, 1, tensors, (1,), 1, (), (), 1.0)
+    call, args = {"receive": (engine.receive, (offer, 0)), "load": (engine.load_anchor, (folder, 2, [], 1))}[coming]
+    with pytest.raises(ModelError, match="does not come"):
+        call(*args)
+    assert there == [None]
+
+
 def test_a_new_publisher_replaces_what_a_dead_one_staged(engine, folder, fence):
     _, _, dead = version(base_tensors(folder), 1, 0)
     _, digests, alive = version(base_tensors(folder), 1, 0, factor=0.9)
@@ -337,5 +386,5 @@ def test_sizes_that_fit_divide_everything():
 
     shape = {"kind": "llama", "vocab": 7, "hidden": 8, "layers": 1, "head_dim": 4, "norm_eps": 1e-5, "rope_theta": 1e4}
     more = {"context": 8, "tied": True}
-    assert sizes_that_fit(Architecture(**shape, **more, heads=12, kv_heads=6, ffn=24)) == [1, 2, 3, 6]
-    assert sizes_that_fit(Architecture(**shape, **more, heads=12, kv_heads=6, ffn=25)) == [1]
+    assert Architecture(**shape, **more, heads=12, kv_heads=6, ffn=24).splits() == [1, 2, 3, 6]
+    assert Architecture(**shape, **more, heads=12, kv_heads=6, ffn=25).splits() == [1]

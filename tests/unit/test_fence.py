@@ -157,6 +157,15 @@ def test_replacing_what_someone_else_changed_is_refused(lake):
     assert lake.read("weight_versions")["state"].to_pylist() == ["live"]
 
 
+def test_a_token_is_renewed_only_by_who_holds_the_newest(lake):
+    first = lake.take_fence("r")
+    second = lake.take_fence("r", held=first)
+    assert second == first + 1
+    with pytest.raises(StaleFence, match="fencing token 1 is out of date, 2 is the newest"):
+        Lake(lake.uri).take_fence("r", held=first)
+    assert lake.take_fence("r") == second + 1
+
+
 def test_threads_never_get_the_same_token(lake):
     got: list[int] = []
 

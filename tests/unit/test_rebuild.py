@@ -201,6 +201,7 @@ def test_the_exported_folder_has_the_bits_that_were_served(tmp_path):
     assert (target / "README.md").read_text() == "# card\n"
     assert (target / "tokenizer.json").exists()
     assert [path.name for path in target.parent.iterdir()] == ["v1"]
+    assert all(path.stat().st_mode & 0o004 for path in [target, *target.rglob("*")]), "others may read it"
     check_export(target, made.row(1))
     with pytest.raises(ExportError, match="is not version 0 of run r any more"):
         check_export(target, made.row(0))

@@ -260,6 +260,18 @@ def test_every_transport_leaves_the_same_versions(run, transport, undisturbed):
     assert [len(row["attestations"]) for row in rows] == [2, 2, 2]
 
 
+def test_weights_that_lack_a_tensor_of_the_version_before_are_not_staged(run, monkeypatch):
+    take(run, 1, stages=("prompts", "rollouts", "rewards", "train_step"))
+    made = run.trainer.publishable(1, 1)
+    monkeypatch.setattr(run.trainer, "publishable", lambda *_: {**made, "tensors": made["tensors"][1:]})
+    with pytest.raises(StageError, match=f"lack tensor {made['tensors'][0]['name']} of version 0"):
+        take(run, 1, stages=("weight_publish",))
+    assert not run.lake.read("weight_deltas", {"run": RUN}).num_rows
+    monkeypatch.undo()
+    take(run, 1, stages=("weight_publish",))
+    assert set(live(run)) == {0, 1}
+
+
 def test_a_driver_that_was_overtaken_can_publish_nothing(run):
     take(run, 1, stages=("prompts", "rollouts", "rewards", "train_step"))
     assert run.fence < Lake(run.placement.lake_uri()).take_fence(RUN)
@@ -410,6 +422,12 @@ def test_a_run_keeps_its_spec(run, quick_spec):
     assert system.start_run(quick_spec, {}, RUN) == RUN
     with pytest.raises(SpecError, match="seed differ"):
         system.start_run(quick_spec, {"seed": 5}, RUN)
+
+
+def test_engines_that_the_model_cannot_be_split_over_are_refused_before_anything_starts(run):
+    placement = run.placement.model_copy(update={"engine_tp": 3})
+    with pytest.raises(SpecError, match=r"FURLONG_ENGINE_TP=3: .* set it to 1 or 2"), System(placement).driving(RUN):
+        pass
 
 
 def test_a_step_of_a_known_run_needs_no_spec(run, quick_spec):

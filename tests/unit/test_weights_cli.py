@@ -58,6 +58,8 @@ def test_rebuild_writes_the_version_or_the_tag(made, tmp_path):
     weights("rebuild", "candidate", "--to", tmp_path / "named")
     assert same_bits(read_file(tmp_path / "named" / "model.safetensors"), made.truth[3])
     assert "exists and is not empty" in weights("rebuild", 1, "--to", tmp_path / "two", status=1)
+    (tmp_path / "file").touch()
+    assert "could not be written" in weights("rebuild", 1, "--to", tmp_path / "file" / "below", status=1)
 
 
 def test_verify_counts_and_names_faults(made):
@@ -74,7 +76,7 @@ def test_tags_come_and_go(made):
     assert weights("tag", "old", "stable") == "old is version 1 of run r"
     assert weights("untag", "stable") == "version 1 of run r is no longer stable"
     assert "no tag 'stable'; it has old" in weights("untag", "stable", status=2)
-    assert "version 9 is not in the lake" in weights("tag", "x", 9, status=2)
+    assert "version 9 is not in the lake; `furlong weights list` shows" in weights("tag", "x", 9, status=2)
     assert "could be taken for something else" in weights("tag", "7", 1, status=2)
 
 
@@ -85,6 +87,7 @@ def test_collect_tells_first_and_then_does(made, tmp_path):
     dry = weights("collect", "--keep-last", 1, "--dry-run")
     assert "4 versions would be collected: 1-4" in dry
     assert set(made.states().values()) == {"live"}
+    assert "0 files of freed rows removed from disk" in weights("collect", "--keep-last", 9)
     told = weights("collect", "--keep-last", 1, "--retention-hours", 0)
     assert told.split(" versions ")[0] == dry.split(" versions ")[0]
     assert "would" not in told
