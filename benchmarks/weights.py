@@ -72,6 +72,7 @@ def moved(old: Weights, density: float, seed: int = 1) -> Weights:
         new[name] = tensor.clone()
         bits = raw_bytes(new[name]).view(np.uint16)
         where = np.unique(rng.integers(0, bits.size, rng.poisson(-math.log1p(-density) * bits.size)))
+        where = where[bits[where] & 0x7FFF > 1]  # one unit below zero would be a NaN
         bits[where] += rng.choice(np.array([1, 0xFFFF], np.uint16), len(where))
     return new
 
