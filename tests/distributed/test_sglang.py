@@ -322,6 +322,12 @@ def test_a_flip_outlives_a_lease_and_keeps_a_longer_one(engine, folder):
     assert result[0][0].versions == ((1, 0, 12),)
 
 
+def begun(engine: SGLangEngine) -> bool:
+    """Whether the server has some tokens of a reply, by its own account."""
+    load = engine._server.get("/v1/loads", 10.0)["loads"][0]
+    return load["num_running_reqs"] == 1 and load["num_used_tokens"] > 20
+
+
 def test_a_reply_spans_the_versions_that_drew_it(engine, folder, push):
     """Flipped while it is drawn, it goes on from the keys and values of before, as the reference does."""
     old = weights(folder)
@@ -329,7 +335,7 @@ def test_a_reply_spans_the_versions_that_drew_it(engine, folder, push):
     engine.stage(1, 0, deltas(1, 0, old, new), fence)
     request = GenerateRequest("long", (1, 2, 3), 0, 900, 0.0)
     thread, result = in_thread(lambda: engine.generate([request]))
-    time.sleep(0.4)
+    until(lambda: begun(engine))
     engine.activate(1, fence)
     thread.join(60)
     sample = result[0][0]
@@ -346,9 +352,9 @@ def test_replies_go_on_over_a_failed_flip(engine, folder):
     fence = next(FENCES)
     engine.stage(1, 0, deltas(1, 0, old, changed(old)), fence)
     flip_a_bit(engine, "tensor")
-    request = GenerateRequest("long", (1, 2, 3), 0, 600, 0.0)
+    request = GenerateRequest("long", (1, 2, 3), 0, 900, 0.0)
     thread, result = in_thread(lambda: engine.generate([request]))
-    time.sleep(0.3)
+    until(lambda: begun(engine))
     with pytest.raises(EngineError, match="serves version 0 again"):
         engine.activate(1, fence)
     thread.join(60)
