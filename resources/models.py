@@ -24,6 +24,7 @@ from furlong.ops.policy.manifest import ModelError, digest_file, inspect, verify
 from furlong.ops.spec import MODEL_PACKAGES, DataSpec, ModelSpec
 from furlong.ops.tasks.families import generator_version
 from furlong.ops.tasks.render import stop_token_ids
+from furlong.resources.flush import flush
 
 MAKE_DEADLINE = 900.0
 """Seconds to convert or to fine-tune a model, or to wait for another process that does."""
@@ -131,9 +132,7 @@ def _run_child(job: dict[str, Any], target: Path) -> None:
 def _flush(folder: Path) -> None:
     """Force the files to disk: a rename that survives a power cut must not name empty files."""
     for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        flush(path)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from furlong.ops.stages.weight_publish import weight_publish
 from furlong.ops.tasks.prompts import prompt_rows
 from furlong.ops.tasks.render import ChatTokenizer, decode, load_tokenizer, render_prompt
 from furlong.ops.weights.costs import choose
-from furlong.ops.weights.layout import nbytes, specs, whole
+from furlong.ops.weights.layout import specs
 from furlong.resources.cluster import own_address
 from furlong.resources.drives import Drive
 from furlong.resources.lake import Lake
@@ -182,7 +182,7 @@ class OpenRun:
         }
         columns = ["version", "transport", "wire_bytes", "stage_seconds"]
         changed = set(deltas["name"].to_pylist())
-        full = sum(nbytes(whole(spec), spec) for spec in specs(row["tensors"]) if spec.name in changed)
+        full = sum(spec.nbytes for spec in specs(row["tensors"]) if spec.name in changed)
         engines = self.placement.engines
         sizes = {"broadcast": full, "p2p": full * engines, "disk_delta": row["delta_bytes"] * engines}
         return choose(self.lake.read("weight_versions", recent, columns).to_pylist(), sizes)

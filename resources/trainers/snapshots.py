@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from furlong.ops.weights.digest import tensor_digest, weights_digest
+from furlong.resources.flush import flush
 
 FORMAT = 1
 """Raised when the contents change; a folder of another format is refused."""
@@ -44,7 +45,7 @@ def write(folder: str, tensors: dict[str, Tensor], about: dict[str, Any]) -> Non
         content = {"format": FORMAT, "digest": digest, **about}
         (fresh / ABOUT).write_text(json.dumps(content, sort_keys=True))
         for path in (fresh / TENSORS, fresh / ABOUT, fresh):
-            _flush(path)
+            flush(path)
     except SafetensorError as err:
         shutil.rmtree(fresh, ignore_errors=True)
         raise OSError(f"state could not be written to {folder} ({err}); free some disk space") from err
@@ -54,7 +55,7 @@ def write(folder: str, tensors: dict[str, Tensor], about: dict[str, Any]) -> Non
     if target.exists():
         target.rename(old)
     fresh.rename(target)
-    _flush(target.parent)
+    flush(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -83,11 +84,3 @@ class Saved:
     def tensor(self, name: str) -> Tensor:
         """One tensor, as it was written."""
         return self._file.get_tensor(name)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -18,6 +18,8 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from safetensors import SafetensorError, safe_open
 
+from furlong.resources.flush import flush
+
 if TYPE_CHECKING:  # a driver only asks for paths, and should not need torch for that
     from torch import Tensor
 
@@ -51,7 +53,7 @@ def write_anchor(lake_uri: str, run: str, version: int, tensors: dict[str, Tenso
             with _removed(partial):
                 _save(partial, tensors, digest)
                 partial.rename(target)
-                sync(partial.parent)
+                flush(partial.parent)
         else:
             with tempfile.TemporaryDirectory() as folder:
                 partial = Path(folder) / "anchor.safetensors"
@@ -165,21 +167,12 @@ def remove_anchor(lake_uri: str, anchor: str) -> None:
         files.rm_file(f"{root}/{anchor}")
 
 
-def sync(path: Path) -> None:
-    """Force a file, or a folder's list of names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _save(path: Path, tensors: dict[str, Tensor], digest: str) -> None:
     """Write, flush, read back: what is on disk is proved, not what was in memory."""
     from furlong.ops.weights.digest import tensor_digest, weights_digest
 
     write_file({name: tensors[name].detach().contiguous() for name in sorted(tensors)}, path)
-    sync(path)
+    flush(path)
     found = weights_digest({name: tensor_digest(tensor) for name, tensor in read_file(path).items()})
     if found != digest:
         raise AnchorError(

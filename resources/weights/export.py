@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.ops.policy.manifest import ModelError, digest_files, write_manifest
 from furlong.ops.policy.manifest import verify as verify_files
-from furlong.resources.weights.anchors import AnchorError, read_file, sync, write_file
+from furlong.resources.flush import flush
+from furlong.resources.weights.anchors import AnchorError, read_file, write_file
 from furlong.resources.weights.rebuild import RebuildError, full_row, rebuild, verified
 
 if TYPE_CHECKING:
@@ -66,10 +67,10 @@ def export_folder(
             (temporary / "README.md").write_text(card)
         write_manifest(temporary, {"run": run, "version": version, "digest": row["digest"]})
         for path in [*temporary.rglob("*"), temporary]:
-            sync(path)
+            flush(path)
         temporary.chmod(0o755)  # mkdtemp's folders are private
         os.rename(temporary, target)
-        sync(target.parent)
+        flush(target.parent)
     except OSError as err:
         raise ExportError(f"{target} could not be written ({err}); free disk space or choose another folder") from err
     finally:

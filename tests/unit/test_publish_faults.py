@@ -1,12 +1,11 @@
 """What goes wrong between the lake and the engines: damaged files, lost rows, lost parties, calls that come too late."""
 
-import shutil
 import threading
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from test_stages import RUN, live, new_engine, new_fleet, new_trainer, open_run, take
+from test_stages import RUN, live, new_engine, new_fleet, new_trainer, take
 
 from furlong.ops.policy.manifest import ModelError
 from furlong.ops.protocols import GenerateRequest, StaleFence
@@ -21,21 +20,6 @@ from furlong.resources.weights.fleet import Fleet
 
 BEFORE_PUBLISHING = ("prompts", "rollouts", "rewards", "train_step")
 TENSOR = "model.layers.0.mlp.down_proj.weight"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, quick_spec):
-    root = tmp_path_factory.mktemp("made")
-    open_run(root, quick_spec).verifier.close()
-    return root
-
-
-@pytest.fixture
-def run(made, tmp_path, quick_spec):
-    shutil.copytree(made / "models", tmp_path / "models")
-    run = open_run(tmp_path, quick_spec)
-    yield run
-    run.verifier.close()
 
 
 @pytest.fixture(params=["broadcast", "p2p", "disk_delta"])

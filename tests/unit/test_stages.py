@@ -48,22 +48,6 @@ def open_run(root, spec, overrides=None):
     return run
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, quick_spec):
-    """A root with the model made once; tests take copies."""
-    root = tmp_path_factory.mktemp("made")
-    open_run(root, quick_spec).verifier.close()
-    return root
-
-
-@pytest.fixture
-def run(made, tmp_path, quick_spec):
-    shutil.copytree(made / "models", tmp_path / "models")
-    run = open_run(tmp_path, quick_spec)
-    yield run
-    run.verifier.close()
-
-
 def take(run, step, attempt=1, stages=STAGES):
     return {stage: run.perform(stage, StepKey(RUN, step, attempt)) for stage in stages}
 
