@@ -53,7 +53,7 @@ class LiveView:
 
     def stage_finished(self, report: StageReport) -> None:
         self.last |= report.values
-        if report.stage == "rollouts" and report.wrote:
+        if report.stage == "rollouts" and report.wrote and not self.run.spec.staleness:
             self.tokens_per_second = report.values["reply_tokens"] / max(report.work_seconds, 1e-9)
         if report.stage == "evals" and report.values:
             shown = ", ".join(f"{name} {value:.2f}" for name, value in report.values.items() if "pass" not in name)
@@ -61,6 +61,9 @@ class LiveView:
 
     def step_finished(self, step: int, drive: Any) -> None:
         self.walls.append(drive.steps[-1]["wall"])
+        if self.run.spec.staleness:
+            # Replies are drawn all the time, not only while a batch is waited for.
+            self.tokens_per_second = self.last.get("reply_tokens", 0) / max(self.walls[-1], 1e-9)
         if not self.animated:
             self.console.print(
                 f"step {step}/{self.run.spec.steps} reward {self.last.get('reward_mean', 0):.2f} "
@@ -75,8 +78,13 @@ class LiveView:
             rewards = self.run.series("reward_mean")
             if rewards:
                 table.add_row("reward", f"{rewards[-1][1]:.2f}  {sparkline([value for _, value in rewards[-SPARKS:]])}")
-            table.add_row("rollout", f"{self.tokens_per_second:.0f} tokens/s")
+            table.add_row("rollout", f"{self.tokens_per_second:.0f} tokens/s{self._staleness()}")
         return table
+
+    def _staleness(self) -> str:
+        if not self.run.spec.staleness or "staleness_mean" not in self.last:
+            return ""
+        return f"   staleness {self.last['staleness_mean']:.2f}, at most {self.last['staleness_max']}"
 
     def _left(self) -> str:
         if not self.walls:

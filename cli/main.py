@@ -6,9 +6,10 @@ import typer
 
 from furlong.cli import weights
 from furlong.cli.demo import demo
+from furlong.cli.serve import serve
 from furlong.cli.services import down, status, ui
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_show_locals=False)
-for command in (demo, ui, status, down):
+for command in (demo, serve, ui, status, down):
     app.command()(command)
 app.add_typer(weights.app, name="weights")

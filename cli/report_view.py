@@ -60,6 +60,8 @@ def _numbers(report: dict[str, Any]) -> Table:
     )
     table.add_row("time", f"{report['seconds']:.0f} s for {report['steps']} steps")
     table.add_row("rollout", f"{report['tokens_per_second']:.0f} tokens/s")
+    for name, text in _rollouts(report["rollouts"]):
+        table.add_row(name, text)
     overhead = report["overhead_seconds_per_step"]
     table.add_row(
         "overhead per step, beside engine, trainer, verifier",
@@ -69,6 +71,20 @@ def _numbers(report: dict[str, Any]) -> Table:
     table.add_row("a full publish", f"{report['full_bytes'] / 1e6:.1f} MB")
     table.add_row("a delta publish (mean)", f"{sum(deltas) / len(deltas) / 1e6:.2f} MB")
     return table
+
+
+def _rollouts(used: dict[str, Any]) -> list[tuple[str, str]]:
+    """What an asynchronous or a troubled run adds to a quiet one's numbers."""
+    rows = []
+    if used["staleness_max"]:
+        rows.append(("staleness, mean and largest", f"{used['staleness_mean']:.2f}, {used['staleness_max']} steps"))
+        rows.append(("engines idle", f"{used['engine_idle_share']:.0%} of the time"))
+    if wasted := used["wasted_tokens"]:
+        causes = ", ".join(f"{count / used['sampled_tokens']:.1%} {cause}" for cause, count in wasted.items())
+        rows.append(("tokens not trained on", causes))
+    if failures := used["failures"]:
+        rows.append(("tries that failed", ", ".join(f"{count} {kind}" for kind, count in failures.items())))
+    return rows
 
 
 def _trajectory(name: str, told: dict[str, Any]) -> Panel:

@@ -20,33 +20,69 @@ class GenerateRequest:
     """One reply to draw."""
 
     request_id: str
-    """Unique within one call; comes back on the sample."""
+    """Names the reply for ever: an engine that has a request of this id draws no second one."""
     prompt: tuple[int, ...]
     """Token ids, at least one, each in [0, vocabulary)."""
     seed: int
     """63-bit root; the uniform number for reply position t is a function of (seed, t) alone."""
     max_new_tokens: int
-    """Longest reply, at least 1."""
+    """Longest reply, `prefix` included, at least 1."""
     temperature: float
     """Softmax temperature; 0 means greedy."""
+    top_k: int = 0
+    """Only the k most likely tokens; 0 for all."""
+    top_p: float = 1.0
+    """Only the smallest set of most likely tokens with at least this probability, in (0, 1]."""
+    min_p: float = 0.0
+    """Only tokens at least this share as likely as the most likely one, in [0, 1]."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end the reply besides the model's own."""
+    prefix: tuple[int, ...] = ()
+    """Reply tokens drawn before an interruption: the reply goes on after them, at position t = len(prefix)."""
+    deadline: float = 0.0
+    """Seconds from submission until the reply ends as it is, with reason `deadline`; 0 for none."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts a run of tokens went through, recorded when their forward pass used them."""
+
+    first: int
+    """Position, in prompt + reply, of the token that row 0 belongs to."""
+    rows: int
+    """Number of tokens; the last token of a reply has had no forward pass, and no row."""
+    layers: tuple[int, ...]
+    """Index in the model of each layer with experts, in order."""
+    top_k: int
+    """Experts per token and layer."""
+    experts: int
+    """Experts to choose from."""
+    data: bytes
+    """zstd of rows x len(layers) x top_k expert ids, row-major, uint8 up to 256 experts, else little-endian uint16."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One drawn reply."""
+    """One drawn reply, or what was drawn of it after the request's `prefix`."""
 
     request_id: str
     """As in the request."""
     tokens: tuple[int, ...]
-    """Sampled ids, the stop token included when it was sampled; empty only when aborted before the first."""
+    """Sampled ids, the stop token included when it was sampled; empty only when ended before the first."""
     logprobs: tuple[float, ...]
-    """Log-probability (nat) of each sampled token under the distribution it was drawn from (the model's own for greedy)."""
+    """Log-probability (nat) of each token under the distribution it was drawn from: after temperature, top-k, top-p and
+    min-p (the model's own for greedy)."""
+    model_logprobs: tuple[float, ...]
+    """Log-probability (nat) of each token under the unmodified model, softmax(logits)."""
     versions: tuple[tuple[int, int, int], ...]
-    """Spans (weights version, start, end) over `tokens`, end exclusive, without gaps."""
+    """Spans (weights version, start, end) over `tokens`, end exclusive, without gaps: the version that sampled each."""
     finish_reason: str
-    """`stop`, `length` or `abort`."""
+    """`stop`, `length`, `deadline` or `abort`."""
     seconds: float
-    """From the request's admission to its last token."""
+    """From the request's submission to its last token."""
+    routing: Routing | None = None
+    """For models with experts: every forward pass that was the first of its token. It begins at position 0, or, after
+    a prefix, at the prefix's last token, since the earlier ones were recorded with it."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +110,19 @@ class Engine(Protocol):
     StaleFence on a lower one, so that a late publisher cannot change anything.
     """
 
+    def submit(self, requests: list[GenerateRequest]) -> None:
+        """Begin to draw these replies beside those under way; all or, when one is unusable (RequestError), none.
+
+        A request whose id the engine knows, running or finished and not yet taken, is not begun again: so a driver that
+        died can be followed by one that submits the same.
+        """
+
+    def collect(self, seconds: float, taken: list[str]) -> list[Sample]:
+        """Forget the samples `taken`, which an earlier call returned; then all finished ones, as soon as there is one, or
+        none after `seconds`. A sample is returned again and again until it is named in `taken`."""
+
     def generate(self, requests: list[GenerateRequest]) -> list[Sample]:
-        """Draw all replies, in the order asked. Token ids in, token ids out."""
+        """Submit, wait for all, and return them in the order asked; several threads may, at once."""
 
     def abort(self, request_ids: list[str] | None = None) -> int:
         """End running requests (all when None), keeping what they have; returns how many."""
@@ -104,8 +151,12 @@ class Engine(Protocol):
     def receive(self, offer: Offer, engine: int) -> Attestation:
         """Take part in a transfer as engine number `engine` of the offer and stage what arrives; serving is unaffected."""
 
-    def activate(self, version: int, fence: int) -> None:
-        """Flip the staged version live, atomically between two decode steps; the one before stays at hand."""
+    def activate(self, version: int, fence: int, inflight: str = "in_place") -> None:
+        """Flip the staged version live, atomically between two decode steps; the one before stays at hand.
+
+        Replies under way go on with the new weights: `in_place` keeps their keys and values as the old ones computed
+        them, `retract` computes them again. Their tokens, and the routing recorded for them, stay either way.
+        """
 
     def revert(self, version: int, fence: int) -> None:
         """Flip back to `version`, the one that was live before the last `activate`; harmless when it is live."""
@@ -145,6 +196,9 @@ class TrainBatch:
     """The engine's log-probability of each sampled token."""
     masks: tuple[tuple[bool, ...], ...]
     """True where a reply token enters the loss."""
+    fresh: tuple[tuple[bool, ...], ...]
+    """True where a reply token was sampled by the very weights that the step starts from: there, and only there,
+    log-probabilities of trainer and engine can be compared."""
     advantages: tuple[float, ...]
     """One per trajectory."""
     trajectory_ids: tuple[str, ...]
@@ -153,7 +207,7 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one optimiser step measured; every number is finite."""
+    """What one optimiser step measured; every number is finite. The mismatch is None without any fresh token."""
 
     loss: float
     grad_norm: float
@@ -165,11 +219,13 @@ class StepMetrics:
     """Share of trained tokens whose ratio was clipped."""
     entropy: float
     """Mean entropy (nat) of the trainer's next-token distribution at trained tokens."""
-    mismatch_mean: float
-    """Mean |log-probability of the trainer - of the engine| over trained tokens, same weights version."""
-    mismatch_max: float
-    mismatch_p99: float
-    mismatch_k3: float
+    mismatch_coverage: float
+    """Share of trained tokens that are fresh, i.e. that the mismatch is measured on."""
+    mismatch_mean: float | None
+    """Mean |log-probability of the trainer - of the engine| over fresh trained tokens: same weights version."""
+    mismatch_max: float | None
+    mismatch_p99: float | None
+    mismatch_k3: float | None
     """k3 estimate of KL(engine || trainer): mean of exp(d) - 1 - d with d = trainer - engine."""
 
 

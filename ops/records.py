@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised with every incompatible change of a table; a lake written under another one is refused."""
 
 
@@ -35,6 +35,51 @@ class Verdict(StrEnum):
     """The verifier overran its deadline: no score, the trajectory is not trained on."""
     ERROR = "error"
     """The verifier raised: no score, the trajectory is not trained on."""
+
+
+class State(StrEnum):
+    """Where a prompt group stands. Every group is in exactly one state; `trained` and `rejected` are final."""
+
+    RESERVED = "reserved"
+    """Its prompt is drawn and its row of `groups` stands; nothing runs yet, or what ran has to run again."""
+    RUNNING = "running"
+    """Its trajectories are being drawn."""
+    FINISHED = "finished"
+    """All its trajectories are in the lake; it waits to be part of a batch."""
+    ADMITTED = "admitted"
+    """It is part of the batch of a step."""
+    TRAINED = "trained"
+    """The step has taken its optimiser step."""
+    REJECTED = "rejected"
+    """It is not trained on; the reason says why."""
+
+
+class Rejection(StrEnum):
+    """Why a group is not trained on."""
+
+    ZERO_VARIANCE = "zero_variance"
+    """All its trajectories got the same reward, and the run's filter rejects such groups. Its prompt is done with."""
+    STALE = "stale"
+    """Tokens of it were sampled by weights too old. Another group takes its prompt."""
+    SURPLUS = "surplus"
+    """It was begun in case others would be rejected, and was not needed. Its prompt is drawn again later."""
+    SUPERSEDED = "superseded"
+    """Its step was repeated on purpose. The groups of the new attempt take its prompt."""
+
+
+class Failure(StrEnum):
+    """Why one try at a trajectory gave none. Another try is made, with another seed where the draw itself was at fault."""
+
+    DEADLINE = "deadline"
+    """The reply, a tool or the agent took too long."""
+    ENGINE_LOST = "engine_lost"
+    """The engine died or could not be reached."""
+    ENVIRONMENT = "environment"
+    """The environment or the agent raised."""
+    VERIFIER = "verifier"
+    """The verifier raised or overran its deadline."""
+    DRIFT = "drift"
+    """The tokens of the session are not what its messages render to."""
 
 
 class Disposition(StrEnum):
@@ -63,6 +108,15 @@ _TENSOR = pa.struct([("name", _STR), ("dtype", _STR), ("shape", pa.list_(_I64)),
 _OUTCOME = pa.struct(
     [("trajectory_id", _STR), ("group_id", _STR), ("reward", _F64), ("advantage", _F64), ("disposition", _STR)]
 )
+_GROUP = pa.struct([("step", _I64), ("attempt", _I32), ("group_id", _STR)])
+_ROUTING = [
+    _required("first", _I64),
+    _required("rows", _I64),
+    _required("layers", pa.list_(_I32)),
+    _required("top_k", _I32),
+    _required("experts", _I32),
+    _required("data", pa.large_binary()),
+]
 _ATTESTATION = pa.struct([("engine", _STR), ("version", _I64), ("digest", _STR)])
 
 TABLES: dict[str, pa.Schema] = {
@@ -92,11 +146,13 @@ TABLES: dict[str, pa.Schema] = {
             _required("verifier", _STR),
         ]
     ),
-    # One row per prompt drawn for a step; its trajectories share the prompt's tokens.
+    # One row per time that a prompt was drawn. (step, attempt) is the step it was drawn for; `batches` tells which one
+    # it is part of. `position` counts prompts over the whole run; groups that take the same prompt again share it.
     "groups": pa.schema(
         [
             *_STEP_KEY,
             _required("group_id", _STR),
+            _required("position", _I64),
             _required("dataset", _STR),
             _required("prompt_id", _STR),
             _required("prompt_tokens", pa.list_(_I32)),
@@ -104,7 +160,41 @@ TABLES: dict[str, pa.Schema] = {
             _required("weights_version", _I64),
         ]
     ),
-    # One row per reply. Per-token lists run over prompt + reply; logprobs are null where nothing was sampled.
+    # What became of a group, event by event; the one with the highest `seq` tells where it stands. `step` is that of the
+    # batch it was admitted to or trained in.
+    "ledger": pa.schema(
+        [
+            _required("run", _STR),
+            _required("seq", _I64),
+            _required("group_id", _STR),
+            _required("state", _STR),
+            _required("reason", _STR),
+            pa.field("step", _I64),
+            _measured("at", _F64),
+        ]
+    ),
+    # The groups that a step trains on, in order of position. `staleness` counts optimiser steps between the weights that
+    # sampled a token and those that the step starts from, over all sampled tokens of the batch; `passed_over` counts
+    # unfinished groups of lower position, `waiting_tokens` is the mean reply of groups that were finished but left.
+    "batches": pa.schema(
+        [
+            *_STEP_KEY,
+            _required("version", _I64),
+            _required("groups", pa.list_(_GROUP)),
+            _required("staleness_mean", _F64),
+            _required("staleness_max", _I64),
+            _required("passed_over", _I64),
+            _required("waiting_groups", _I64),
+            pa.field("waiting_tokens", _F64),
+            _measured("waited_seconds", _F64),
+        ]
+    ),
+    # One row per trajectory: a conversation from its first token to its last. Per-token lists run over all of it, prompt
+    # and tool answers included; log-probabilities are null where nothing was sampled. `logprobs` are those of the
+    # distribution that was sampled from (temperature and cut-offs applied), `model_logprobs` those of the unmodified
+    # model. A sample that branched has several leaves; tokens that leaves share are trained in the first only. `routing`,
+    # for models with experts, holds rows x layers x top_k expert ids of the tokens from `first` on, recorded at the forward
+    # pass that used them (`ops.protocols.Routing`).
     "trajectories": pa.schema(
         [
             *_STEP_KEY,
@@ -112,9 +202,14 @@ TABLES: dict[str, pa.Schema] = {
             _required("group_id", _STR),
             _required("prompt_id", _STR),
             _required("sample", _I32),
+            _required("leaf", _I32),
+            _required("turns", _I32),
+            _required("messages", _STR),
             _required("tokens", pa.list_(_I32)),
             _required("logprobs", pa.list_(_F32)),
+            _required("model_logprobs", pa.list_(_F32)),
             _required("loss_mask", pa.list_(pa.bool_())),
+            pa.field("routing", pa.struct(_ROUTING)),
             _required("version_spans", pa.list_(_SPAN)),
             _required("finish_reason", _STR),
             _required("seed", _I64),
@@ -122,6 +217,35 @@ TABLES: dict[str, pa.Schema] = {
             _measured("engine", _STR),
             _measured("started_at", _F64),
             _measured("seconds", _F64),
+        ]
+    ),
+    # Replies ended before their end, to be resumed: what had been drawn of them until then. `part` counts the
+    # interruptions of one reply.
+    "fragments": pa.schema(
+        [
+            _required("run", _STR),
+            _required("request_id", _STR),
+            _required("part", _I32),
+            _required("prompt", pa.list_(_I32)),
+            _required("tokens", pa.list_(_I32)),
+            _required("logprobs", pa.list_(_F32)),
+            _required("model_logprobs", pa.list_(_F32)),
+            _required("version_spans", pa.list_(_SPAN)),
+            pa.field("routing", pa.struct(_ROUTING)),
+            _measured("seconds", _F64),
+        ]
+    ),
+    # One row per try at a trajectory that gave none. `tokens` counts what had been sampled and is thrown away.
+    "failures": pa.schema(
+        [
+            *_STEP_KEY,
+            _required("trajectory_id", _STR),
+            _required("try", _I32),
+            _required("kind", _STR),
+            _required("detail", _STR),
+            _required("tokens", _I64),
+            _measured("engine", _STR),
+            _measured("at", _F64),
         ]
     ),
     # One row per (trajectory, verifier, verifier version). `score` is null for timeout and error.
@@ -156,10 +280,11 @@ TABLES: dict[str, pa.Schema] = {
             _required("tokens_trained", _I64),
             _required("clip_fraction", _F64),
             _required("entropy", _F64),
-            _required("mismatch_mean", _F64),
-            _required("mismatch_max", _F64),
-            _required("mismatch_p99", _F64),
-            _required("mismatch_k3", _F64),
+            _required("mismatch_coverage", _F64),
+            pa.field("mismatch_mean", _F64),
+            pa.field("mismatch_max", _F64),
+            pa.field("mismatch_p99", _F64),
+            pa.field("mismatch_k3", _F64),
             _measured("trainer", _STR),
             _measured("seconds", _F64),
         ]
@@ -270,6 +395,6 @@ def row_digest(table: str, data: pa.Table) -> str:
     names = [f.name for f in TABLES[table] if not (f.metadata or {}).get(b"measured")]
     lines = []
     for row in data.select(names).to_pylist():
-        body = {k: v.hex() if isinstance(v, bytes) else v for k, v in row.items()}
-        lines.append(hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest())
+        body = json.dumps(row, sort_keys=True, default=bytes.hex)
+        lines.append(hashlib.blake2b(body.encode(), digest_size=16).hexdigest())
     return hashlib.blake2b("\n".join(sorted(lines)).encode(), digest_size=32).hexdigest()

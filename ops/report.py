@@ -7,6 +7,7 @@ from typing import Any
 
 from furlong.ops.history import newest_attempts
 from furlong.ops.protocols import LakeLike
+from furlong.ops.rollouts.usage import usage
 from furlong.ops.spec import RunSpec
 from furlong.ops.stages.evals import accuracies
 
@@ -22,6 +23,7 @@ def build_report(lake: LakeLike, run: str, spec: RunSpec, drives: list[dict[str,
     by_version = {row["version"]: row for row in versions}
     last = steps[-1]["version_after"]
     before, after = (accuracies(lake.read("evals", {"run": run, "version": v}).to_pylist()) for v in (0, last))
+    used = usage(lake, run)
     timed = [step for drive in drives for step in drive["steps"]]
     return {
         "run": run,
@@ -41,7 +43,8 @@ def build_report(lake: LakeLike, run: str, spec: RunSpec, drives: list[dict[str,
             for row in versions
         ],
         "peak_rss_bytes": max((drive["peak_rss_bytes"] for drive in drives), default=0),
-        "tokens_per_second": _tokens_per_second(lake, run),
+        "tokens_per_second": used["tokens_per_second"],
+        "rollouts": used,
         "stage_seconds": _added(drive["stage_seconds"] for drive in drives),
         "overhead_seconds_per_step": median(step["overhead"] for step in timed) if timed else None,
         **extremes(lake, run, steps),
@@ -61,18 +64,6 @@ def _split(lake: LakeLike, run: str) -> dict[str, Any]:
         "questions_trained_on": len(trained),
         "eval_questions_trained_on": len(trained & held),
     }
-
-
-def _tokens_per_second(lake: LakeLike, run: str) -> float:
-    """Reply tokens over the time that the rollouts of each step took in the engine."""
-    tokens, seconds = 0, 0.0
-    slowest: dict[tuple[int, int], float] = {}
-    for row in lake.read("trajectories", {"run": run}, ["step", "attempt", "loss_mask", "seconds"]).to_pylist():
-        key = (row["step"], row["attempt"])
-        slowest[key] = max(slowest.get(key, 0.0), row["seconds"])
-        tokens += sum(row["loss_mask"])
-    seconds = sum(slowest.values())
-    return tokens / seconds if seconds else 0.0
 
 
 def _added(parts: Any) -> dict[str, float]:
@@ -134,7 +125,8 @@ def lineage(lake: LakeLike, run: str, version: int) -> dict[str, Any]:
     key = {"run": run, "step": row["step"], "attempt": row["attempt"]}
     steps = lake.read("steps", key, ["outcomes", "batch_digest", "version_before"]).to_pylist()
     outcomes = steps[0]["outcomes"] if steps else []
-    groups = lake.read("groups", key, ["group_id", "prompt_id"]).to_pylist()
+    names = [group["group_id"] for row in lake.read("batches", key, ["groups"]).to_pylist() for group in row["groups"]]
+    groups = lake.read("groups", {"run": run, "group_id": names}, ["group_id", "prompt_id"]).to_pylist()
     return {
         "version": version,
         "digest": row["digest"],

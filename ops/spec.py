@@ -103,6 +103,16 @@ class TaskSpec(Frozen):
     """Passed to the generator as they are, e.g. `min_terms: 2`."""
 
 
+class EnvSpec(Frozen):
+    """What a question is played in."""
+
+    name: str = "single_turn"
+    """`single_turn`, `tools` (a calculator and a sandboxed Python), `agent` (a program of yours that is given the run's
+    OpenAI-compatible URL), or `module:factory` of your own `ops.envs.protocol.Env`."""
+    options: dict[str, int | float | str | bool] = {}
+    """Passed to the environment as they are, e.g. `max_turns: 4`."""
+
+
 class DataSpec(Frozen):
     """The questions, split by question: no question is in both splits."""
 
@@ -114,6 +124,8 @@ class DataSpec(Frozen):
     """Number of distinct questions kept away from training."""
     system: str = ""
     """System message put before each question; empty for none."""
+    env: EnvSpec = EnvSpec()
+    """The environment that questions are played in."""
 
 
 class SamplingSpec(Frozen):
@@ -123,6 +135,24 @@ class SamplingSpec(Frozen):
     """Longest reply, in tokens; a reply that does not end by itself within it scores no reward."""
     temperature: float = Field(1.0, gt=0)
     """Softmax temperature of rollouts; log-probabilities are those of this distribution."""
+
+
+class RolloutSpec(Frozen):
+    """How groups of replies are gathered into batches. Nothing here matters to a synchronous run without a filter."""
+
+    on_update: Literal["in_place", "retract", "abort"] = "in_place"
+    """What becomes of replies under way when new weights come: they go on with their old keys and values, go on with
+    new ones, or are ended and resumed from what they have."""
+    window: float = Field(2.0, ge=1)
+    """How far ahead of the oldest unfinished prompt a batch may reach, in batches; 1 waits for every straggler."""
+    oversample: float = Field(1.0, ge=1)
+    """Groups begun per group needed."""
+    filter: Literal["none", "zero_variance"] = "none"
+    """`zero_variance`: groups whose trajectories all got one reward are rejected and replaced by others."""
+    budget: float = Field(8.0, gt=0)
+    """Groups that may be rejected, and trajectories that may fail, per group of a batch, before the run stops."""
+    stale_tokens: Literal["train", "mask"] = "train"
+    """Whether tokens that older weights than the trajectory's newest have sampled enter the loss."""
 
 
 class AlgorithmSpec(Frozen):
@@ -199,13 +229,18 @@ class RunSpec(Frozen):
     steps: int = Field(ge=1, le=99_999)
     """Optimiser steps in the whole run."""
     staleness: int = Field(0, ge=0)
-    """How many versions older than the trainer's a rollout may be; 0 is synchronous."""
+    """How many optimiser steps older than the step's starting weights the weights that sampled a token may be: 0 is
+    synchronous, 1 one step off, from 2 on rollouts never stop."""
+    engine: Literal["local", "sglang"] = "local"
+    """What draws the replies: the embedded engine, or SGLang servers."""
     model: ModelSpec
     """The policy."""
     data: DataSpec
     """The questions."""
     sampling: SamplingSpec
     """The rollouts."""
+    rollout: RolloutSpec = RolloutSpec()
+    """The batches."""
     algorithm: AlgorithmSpec
     """The learning rule."""
     trainer: TrainerSpec = TrainerSpec()
@@ -214,14 +249,6 @@ class RunSpec(Frozen):
     """The published versions."""
     evals: EvalSpec = EvalSpec()
     """The measurements."""
-
-    @model_validator(mode="after")
-    def staleness_is_supported(self) -> RunSpec:
-        if self.staleness:
-            raise ValueError(
-                "staleness above 0 needs the asynchronous loop, which this version lacks; set staleness: 0"
-            )
-        return self
 
     @model_validator(mode="after")
     def warmup_fits(self) -> RunSpec:
@@ -258,6 +285,8 @@ class Placement(Frozen):
     """Engines that draw replies, each with its own copy of the weights."""
     engine_tp: int = Field(1, ge=1)
     """Processes that one engine's weights are split over (tensor parallelism)."""
+    engine_urls: str = ""
+    """Addresses of SGLang servers that run already, separated by commas; empty to start `engines` of them here."""
     transport: Literal["auto", "broadcast", "p2p", "disk_delta"] = "auto"
     """How new weights reach the engines; `auto` takes the one that was fastest for this run."""
     gpus: int = Field(0, ge=0)
@@ -266,6 +295,8 @@ class Placement(Frozen):
     """Seconds until Ray, or an actor with its model, must be up."""
     stage_deadline: float = Field(1800.0, gt=0)
     """Seconds one call to engine or trainer may take."""
+    reply_deadline: float = Field(600.0, gt=0)
+    """Seconds one reply may take, or one call of an environment's tool or agent; a slower one counts as failed."""
     publish_deadline: float = Field(300.0, gt=0)
     """Seconds an engine may take to stage a weights version; a slower one fails the publication."""
     verify_deadline: float = Field(5.0, gt=0)

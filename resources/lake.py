@@ -25,7 +25,11 @@ PUBLISHER = "publisher"
 _STAGES = {
     "prompts": "prompts",
     "groups": "rollouts",
+    "batches": "rollouts",
     "trajectories": "rollouts",
+    "fragments": "rollouts",
+    "failures": "rollouts",
+    "ledger": "rollouts",
     "rewards": "rewards",
     "steps": "train_step",
     "weight_versions": "weight_publish",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +15,10 @@ from furlong.ops import records
 from furlong.ops.history import load_series
 from furlong.ops.protocols import StaleFence
 from furlong.ops.report import build_report
+from furlong.ops.rollouts.trajectory import Draw, Outcome, Task
+from furlong.ops.sessions.template import ChatTemplate
 from furlong.ops.spec import Placement, RunSpec
-from furlong.ops.stages.chain import next_step
+from furlong.ops.stages.chain import batch_groups, next_step
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey
 from furlong.ops.stages.evals import evals
 from furlong.ops.stages.prompts import prompts
@@ -25,17 +27,20 @@ from furlong.ops.stages.rollouts import rollouts
 from furlong.ops.stages.train_step import train_step
 from furlong.ops.stages.weight_publish import weight_publish
 from furlong.ops.tasks.prompts import prompt_rows
-from furlong.ops.tasks.render import ChatTokenizer, decode, load_tokenizer, render_prompt
+from furlong.ops.tasks.render import ChatTokenizer, load_tokenizer
 from furlong.ops.weights.costs import choose
 from furlong.ops.weights.layout import specs
 from furlong.resources.cluster import own_address
 from furlong.resources.drives import Drive
 from furlong.resources.lake import Lake
 from furlong.resources.models import ModelFolder
-from furlong.resources.remote_engine import RemoteEngine, end_superfluous, start_engine
+from furlong.resources.remote_engine import RemoteEngine, end_superfluous, engine_count, start_engine
 from furlong.resources.remote_trainer import RemoteTrainer, start_trainer
+from furlong.resources.rollouts.players import Player, make_player
+from furlong.resources.rollouts.pump import Pump
+from furlong.resources.router import Router, Shared
 from furlong.resources.tracking import Tracker
-from furlong.resources.verifier import VerifierWorker
+from furlong.resources.verifier_pool import VerifierPool
 from furlong.resources.weights.fleet import Fleet
 from furlong.resources.weights.publisher import Publication, PublishError, publish
 
@@ -83,8 +88,8 @@ class OpenRun:
         return load_tokenizer(self.model.path)
 
     @cached_property
-    def verifier(self) -> VerifierWorker:
-        worker = VerifierWorker(self.placement.verify_deadline)
+    def verifier(self) -> VerifierPool:
+        worker = VerifierPool(self.placement.verify_deadline)
         worker.start()
         return worker
 
@@ -94,11 +99,24 @@ class OpenRun:
 
     @cached_property
     def engines(self) -> Fleet:
-        count = self.placement.engines
+        count = engine_count(self.placement)
         end_superfluous(self.name, self.placement)
         with ThreadPoolExecutor(count) as pool:
             members = list(pool.map(self._start_engine, range(count)))
         return Fleet(self.name, self.lake, str(self.model.path), members, self._restart_engine)
+
+    @cached_property
+    def router(self) -> Router:
+        return Router(self.engines)
+
+    @cached_property
+    def pump(self) -> Pump:
+        return Pump(self, self.router)
+
+    @cached_property
+    def player(self) -> Player:
+        deadline, context = self.placement.reply_deadline, self.model.context_length
+        return make_player(self.spec, ChatTemplate(self.tokenizer), deadline, context, self.folder)
 
     @cached_property
     def fence(self) -> int:
@@ -121,6 +139,15 @@ class OpenRun:
         if "engines" in vars(self):
             self.engines.forget()
 
+    def pause(self) -> None:
+        """Stop drawing; whoever drives this run next goes on from what was drawn."""
+        if pump := vars(self).pop("pump", None):
+            pump.close()
+        if router := vars(self).pop("router", None):
+            router.close()
+        if player := vars(self).pop("player", None):
+            player.close()
+
     @property
     def context_length(self) -> int:
         return self.model.context_length
@@ -132,33 +159,58 @@ class OpenRun:
             raise StageError(f"run {self.name}: dataset {self.dataset} has no training prompts; run `prompts` first")
         return count
 
-    def render(self, question: str) -> list[int]:
-        return render_prompt(self.tokenizer, self.spec.data.system, question)
+    @property
+    def stage_deadline(self) -> float:
+        return self.placement.stage_deadline
 
-    def decode(self, tokens: list[int]) -> str:
-        return decode(self.tokenizer, tokens)
+    @property
+    def publish_deadline(self) -> float:
+        return self.placement.publish_deadline
+
+    def prompts_at(self, positions: list[int]) -> dict[int, dict[str, Any]]:
+        where = {"dataset": self.dataset, "split": "train", "position": positions}
+        return {row["position"]: row for row in self.lake.read("prompts", where).to_pylist()}
+
+    def prompts_of(self, prompt_ids: list[str]) -> dict[str, dict[str, Any]]:
+        where = {"dataset": self.dataset, "prompt_id": prompt_ids}
+        return {row["prompt_id"]: row for row in self.lake.read("prompts", where).to_pylist()}
+
+    def render(self, prompt: dict[str, Any]) -> list[int]:
+        return self.player.render(prompt)
+
+    def play(
+        self, tasks: list[Task], prompt: dict[str, Any], draw: Draw, key: str, greedy: bool = False
+    ) -> list[Outcome]:
+        return self.player.play(tasks, prompt, draw, key, greedy)
+
+    def engine_name(self) -> str:
+        return self.engines.fingerprint()
 
     def prompt_rows(self) -> pa.Table:
         return records.rows("prompts", prompt_rows(self.spec.data, self.spec.seed))
 
-    def engines_at(self, version: int) -> Fleet:
-        return self.engines.at(version, self.fence)
+    def engines_at(self, version: int) -> Shared:
+        return self.router.at(version, self.fence)
 
     def publish(self, row: dict[str, Any]) -> dict[str, Any]:
         """See `ops.stages.context.Run`; what fails by another transport is tried once more from the lake's own rows."""
         deltas = self.lake.read("weight_deltas", {"run": self.name, "version": row["version"]})
         chosen = self._transport(row, deltas)
         retried_because = ""
-        try:
-            told = self._publish(row, deltas, chosen)
-        except PublishError as err:
-            if isinstance(err.__cause__, StaleFence):
-                raise
-            retried_because = str(err)
-            # A call of the first try may still be under way; with the new token whatever it brings is too late.
-            self.fence = self.lake.take_fence(self.name, held=self.fence)
-            told = self._publish(row, deltas, "disk_delta")
-        self.engines.proved(row["version"])
+        updating = self.pump.updating() if "pump" in vars(self) else nullcontext()
+        with updating, self.engines.publication():
+            try:
+                told = self._publish(row, deltas, chosen)
+            except PublishError as err:
+                if isinstance(err.__cause__, StaleFence):
+                    raise
+                retried_because = str(err)
+                # A call of the first try may still be under way; with the new token whatever it brings is too late.
+                self.fence = self.lake.take_fence(self.name, held=self.fence)
+                told = self._publish(row, deltas, "disk_delta")
+            self.engines.proved(row["version"])
+        if "pump" in vars(self):
+            self.pump.published(row["step"], row["version"])
         proofs = [{"engine": p.engine, "version": p.version, "digest": p.digest} for p in told.attestations]
         numbers = {name: getattr(told, name) for name in ("transport", "wire_bytes", "stage_seconds", "pause_seconds")}
         return {"attestations": proofs, **numbers, "retried_because": retried_because}
@@ -166,7 +218,10 @@ class OpenRun:
     def _publish(self, row: dict[str, Any], deltas: pa.Table, transport: str) -> Publication:
         engines = self.engines.before(row, self.fence)
         deadline, host = self.placement.publish_deadline, own_address(self.placement)
-        return publish(engines, self.trainer, row, deltas, transport, self.fence, deadline, host=host)
+        inflight = "retract" if self.spec.rollout.on_update == "retract" else "in_place"
+        return publish(
+            engines, self.trainer, row, deltas, transport, self.fence, deadline, host=host, inflight=inflight
+        )
 
     def _transport(self, row: dict[str, Any], deltas: pa.Table) -> str:
         """The placement's, or for `auto` the one that is expected to be fastest by what earlier publications took."""
@@ -183,7 +238,7 @@ class OpenRun:
         columns = ["version", "transport", "wire_bytes", "stage_seconds"]
         changed = set(deltas["name"].to_pylist())
         full = sum(spec.nbytes for spec in specs(row["tensors"]) if spec.name in changed)
-        engines = self.placement.engines
+        engines = engine_count(self.placement)
         sizes = {"broadcast": full, "p2p": full * engines, "disk_delta": row["delta_bytes"] * engines}
         return choose(self.lake.read("weight_versions", recent, columns).to_pylist(), sizes)
 
@@ -199,12 +254,22 @@ class OpenRun:
         if self.observer:
             self.observer.stage_started(stage, key)
         report = PERFORM[stage](self, key)
+        self._tell_pump(report)
         self._remember(report)
         if self.drive:
             self.drive.add(report)
         if self.observer:
             self.observer.stage_finished(report)
         return report
+
+    def _tell_pump(self, report: StageReport) -> None:
+        """What a pump that was restored from the lake knows already, one that is under way is told."""
+        if "pump" not in vars(self) or not report.wrote:
+            return
+        if report.stage == "rollouts":
+            self.pump.admitted(report.key, [group["group_id"] for group in batch_groups(self.lake, report.key)])
+        elif report.stage == "train_step":
+            self.pump.trained(report.key)
 
     def series(self, value: str) -> list[tuple[int, float]]:
         """(step, value) of every step so far, for plots."""

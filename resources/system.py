@@ -64,15 +64,10 @@ class System:
     def driving(self, name: str, dagster_run: str = "") -> Iterator[Any]:
         """An OpenRun that no other process drives meanwhile; the second to try gets an error with the first's pid."""
         from furlong.resources.drives import Drive
-        from furlong.resources.run_lock import run_lock
 
-        with run_lock(self.placement.folder, name):
-            if name not in self._open:
-                self._open[name] = self._load(name)
-            run = self._open[name]
+        with self.holding(name) as run:
             run.observer = self._observer
             run.drive = Drive(self.placement.folder)
-            run.renew()
             try:
                 run.connect()
                 if dagster_run:
@@ -82,7 +77,25 @@ class System:
                 yield run
                 run.tracker.flush()
             finally:
-                run.drive.save(run.folder)
+                try:
+                    run.pause()
+                finally:
+                    run.drive.save(run.folder)
+
+    @contextmanager
+    def holding(self, name: str) -> Iterator[Any]:
+        """An OpenRun that nobody else uses meanwhile, none of whose parties has been met yet."""
+        from furlong.resources.run_lock import run_lock
+
+        with run_lock(self.placement.folder, name):
+            if name not in self._open:
+                self._open[name] = self._load(name)
+            run = self._open[name]
+            run.renew()
+            try:
+                yield run
+            finally:
+                run.pause()
 
     def step_key(self, run: str, step: int, attempt: int = 0) -> StepKey:
         """The key of a step; attempt 0 means the current one."""

@@ -1,4 +1,4 @@
-"""Scores replies in a child process, each within a deadline: a scorer may hang, raise or die, and the step goes on."""
+"""Scores replies in child processes, each within a deadline: a scorer may hang, raise or die, and the step goes on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import time
 from typing import IO, Any
 
 from furlong.ops.records import Verdict
+from furlong.ops.tasks.scoring import modules
 
 CHUNK = 65536
 
@@ -27,8 +28,8 @@ class _ChildDied(Exception):
 
 
 class VerifierWorker:
-    """A `Verifier` over one child process, which is started when first needed or, to overlap its second of imports
-    with other work, by `start()`."""
+    """One child process, which is started when first needed or, to overlap its second of imports with other work, by
+    `start()`. For one thread at a time; `VerifierPool` is for several."""
 
     def __init__(self, deadline: float, start_deadline: float = 60.0):
         """`deadline`: seconds for one reply; `start_deadline`: seconds until the child must be ready."""
@@ -41,6 +42,7 @@ class VerifierWorker:
         self._buffer = b""
         self._ready_by = 0.0
         self._awaiting_ready = True
+        self._loaded: frozenset[str] = frozenset()
 
     def start(self) -> None:
         """Start the child without waiting for it; harmless when it runs."""
@@ -50,13 +52,17 @@ class VerifierWorker:
         self._buffer = b""
         self._ready_by = time.monotonic() + self._start_deadline
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "furlong.ops.tasks.verify_worker", str(2 * self._deadline + 1)],
+            [
+                sys.executable, "-m", "furlong.ops.tasks.verify_worker", str(2 * self._deadline + 1),
+                str(2 * self._start_deadline + 1),
+            ],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, bufsize=0,
             start_new_session=True,  # so that a scorer's own children are killed with it
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
         os.set_blocking(self._child.stdin.fileno(), False)
         self._awaiting_ready = True
+        self._loaded = frozenset()
 
     def score(self, items: list[dict[str, str]]) -> list[dict[str, Any]]:
         """Give {verdict, score, extracted, detail, seconds} for each item, in order.
@@ -89,8 +95,10 @@ class VerifierWorker:
     def _score_one(self, item: dict[str, str]) -> dict[str, Any]:
         self._ensure_ready()
         started = time.monotonic()
-        line = json.dumps(item).encode() + b"\n"
         try:
+            self._load(modules(item))
+            started = time.monotonic()
+            line = json.dumps(item).encode() + b"\n"
             answer = json.loads(self._exchange(line, started + self._deadline))
         except TimeoutError:
             self.close()
@@ -98,6 +106,12 @@ class VerifierWorker:
         except _ChildDied:
             answer = _unscored(Verdict.ERROR, f"the scorer's process ended: {self._epitaph()}")
         return {**answer, "seconds": time.monotonic() - started}
+
+    def _load(self, names: frozenset[str]) -> None:
+        """Have verifiers imported that the child has not met yet: some take seconds, which are not the reply's."""
+        if new := sorted(names - self._loaded):
+            self._exchange(json.dumps({"load": new}).encode() + b"\n", time.monotonic() + self._start_deadline)
+            self._loaded |= names
 
     def _ensure_ready(self) -> None:
         self.start()

@@ -7,16 +7,33 @@ removes is that learnt noise. It shows the machinery at work, not a new ability.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.ops.identity import counter_seed
+from furlong.ops.policy.bootstrap_tools import (
+    AFTER_CALL,
+    ALPHABET,
+    BEFORE_CALL,
+    ROLES,
+    Turn,
+    check_tools,
+    converse,
+)
+from furlong.ops.policy.bootstrap_tools import TEMPLATE as TOOLS_TEMPLATE
 from furlong.ops.spec import DataSpec, ScratchSpec
 from furlong.ops.tasks.prompts import prompt_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Int64
     from torch import Tensor
+
+    Labelled = tuple[Int64[Tensor, "rows tokens"], Int64[Tensor, "rows tokens"]]
+    """Inputs, and for each the next token or IGNORED."""
+
+    Batch = Callable[[random.Random], Labelled]
+    """Draws one batch of demonstrations."""
 
 BOOTSTRAP_VERSION = 1
 """Raised when the same settings and seed give other weights; part of the cache's key."""
@@ -41,15 +58,51 @@ def make_scratch(spec: ScratchSpec, data: DataSpec, seed: int, target: Path, dty
 
     rows = prompt_rows(data, seed)
     train = [row for row in rows if row["split"] == "train"]
-    alphabet = sorted(set("".join(data.system + row["question"] + row["answer"] for row in rows)))
-    vocabulary = {token: index for index, token in enumerate([PAD, END, *alphabet])}
+    course = _conversations if data.env.name == "tools" else _pairs
+    vocabulary, context, batch = course(spec, data, rows, train)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(counter_seed("scratch", seed))
-        longest = max(len(data.system + row["question"]) for row in rows)
-        model = _build(spec, len(vocabulary), context=max(64, 4 * longest))
-        _finetune(model, spec, train, data.system, vocabulary, random.Random(counter_seed("demos", seed)))
+        model = _build(spec, len(vocabulary), context)
+        _finetune(model, spec, batch, random.Random(counter_seed("demos", seed)))
     model.to(getattr(torch, dtype)).save_pretrained(target)
-    _save_tokenizer(vocabulary, target)
+    _save_tokenizer(vocabulary, target, TOOLS_TEMPLATE if course is _conversations else TEMPLATE)
+
+
+def _pairs(
+    spec: ScratchSpec, data: DataSpec, rows: list[dict[str, Any]], train: list[dict[str, Any]]
+) -> tuple[dict[str, int], int, Batch]:
+    """Vocabulary, context length and demonstrations of one reply to one question."""
+    alphabet = sorted(set("".join(data.system + row["question"] + row["answer"] for row in rows)))
+    vocabulary = _numbered([PAD, END, *alphabet])
+    longest = max(len(data.system + row["question"]) for row in rows)
+    letters = "".join(sorted(set("".join(row["answer"] for row in train))))
+
+    def batch(rng: random.Random) -> Labelled:
+        pairs = []
+        for row in rng.choices(train, k=spec.sft_batch):
+            pairs.append((data.system + row["question"], demonstrate(row["answer"], letters, spec.demo_noise, rng)))
+        return encode_pairs(pairs, vocabulary)
+
+    return vocabulary, max(64, 4 * longest), batch
+
+
+def _conversations(
+    spec: ScratchSpec, data: DataSpec, rows: list[dict[str, Any]], train: list[dict[str, Any]]
+) -> tuple[dict[str, int], int, Batch]:
+    """Vocabulary, context length and demonstrations of conversations with a calculator."""
+    check_tools(data, rows)
+    vocabulary = _numbered([PAD, END, *ROLES, BEFORE_CALL, AFTER_CALL, *ALPHABET])
+    longest = max(len(data.system + row["question"] + 3 * row["answer"]) for row in rows)
+
+    def batch(rng: random.Random) -> Labelled:
+        chosen = rng.choices(train, k=spec.sft_batch)
+        return encode_turns([converse(data.system, row, spec.demo_noise, rng) for row in chosen], vocabulary)
+
+    return vocabulary, max(256, 4 * longest), batch
+
+
+def _numbered(tokens: list[str]) -> dict[str, int]:
+    return {token: index for index, token in enumerate(tokens)}
 
 
 def demonstrate(answer: str, letters: str, noise: float, rng: random.Random) -> str:
@@ -83,27 +136,16 @@ def _build(spec: ScratchSpec, vocabulary_size: int, context: int) -> Any:
     return model_class(config)
 
 
-def _finetune(
-    model: Any,
-    spec: ScratchSpec,
-    rows: list[dict[str, Any]],
-    system: str,
-    vocabulary: dict[str, int],
-    rng: random.Random,
-) -> None:
+def _finetune(model: Any, spec: ScratchSpec, batch: Batch, rng: random.Random) -> None:
     import torch
     from torch.nn.functional import cross_entropy
 
-    letters = "".join(sorted(set("".join(row["answer"] for row in rows))))
     optimiser = torch.optim.AdamW(model.parameters(), lr=spec.sft_learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     model.train()
     for step in range(spec.sft_steps):
         for group in optimiser.param_groups:
             group["lr"] = spec.sft_learning_rate * (1 - step / spec.sft_steps)
-        pairs = []
-        for row in rng.choices(rows, k=spec.sft_batch):
-            pairs.append((system + row["question"], demonstrate(row["answer"], letters, spec.demo_noise, rng)))
-        inputs_BT, labels_BT = encode_pairs(pairs, vocabulary)
+        inputs_BT, labels_BT = batch(rng)
         logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
         loss = cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORED)
         optimiser.zero_grad()
@@ -111,33 +153,45 @@ def _finetune(
         optimiser.step()
 
 
-def encode_pairs(
-    pairs: list[tuple[str, str]], vocabulary: dict[str, int]
-) -> tuple[Int64[Tensor, "rows tokens"], Int64[Tensor, "rows tokens"]]:
-    """Inputs and next-token labels of (prompt, reply) pairs, padded on the right; only reply and end carry loss.
+def encode_pairs(pairs: list[tuple[str, str]], vocabulary: dict[str, int]) -> Labelled:
+    """Inputs and next-token labels of (prompt, reply) pairs; see `encode_turns`."""
+    return encode_turns([[(list(prompt), list(reply))] for prompt, reply in pairs], vocabulary)
+
+
+def encode_turns(conversations: list[list[Turn]], vocabulary: dict[str, int]) -> Labelled:
+    """Inputs and next-token labels of conversations, padded on the right; only replies and their ends carry loss.
 
     A causal model needs no attention mask for padding that comes after all that has a label.
     """
     import torch
 
-    width = max(len(prompt) + len(reply) for prompt, reply in pairs)
-    inputs_BT = torch.full((len(pairs), width), vocabulary[PAD])
-    labels_BT = torch.full((len(pairs), width), IGNORED)
-    for row, (prompt, reply) in enumerate(pairs):
-        ids = torch.tensor([vocabulary[c] for c in prompt + reply] + [vocabulary[END]])
-        inputs_BT[row, : len(ids) - 1] = ids[:-1]
-        labels_BT[row, len(prompt) - 1 : len(ids) - 1] = ids[len(prompt) :]
+    rows = []
+    for turns in conversations:
+        tokens, learnt = [], []
+        for given, reply in turns:
+            tokens += [*given, *reply, END]
+            learnt += [False] * len(given) + [True] * (len(reply) + 1)
+        rows.append(([vocabulary[token] for token in tokens], learnt))
+    width = max(len(ids) for ids, _ in rows) - 1
+    inputs_BT = torch.full((len(rows), width), vocabulary[PAD])
+    labels_BT = torch.full((len(rows), width), IGNORED)
+    for row, (ids, learnt) in enumerate(rows):
+        inputs_BT[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+        labels = [token if on else IGNORED for token, on in zip(ids[1:], learnt[1:], strict=True)]
+        labels_BT[row, : len(ids) - 1] = torch.tensor(labels)
     return inputs_BT, labels_BT
 
 
-def _save_tokenizer(vocabulary: dict[str, int], target: Path) -> None:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def _save_tokenizer(vocabulary: dict[str, int], target: Path, template: str) -> None:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     encoder = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
     encoder.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     encoder.decoder = decoders.Fuse()
-    encoder.add_special_tokens([PAD, END])
+    encoder.add_special_tokens([PAD, END, *(role for role in ROLES if role in vocabulary)])
+    calls = [AddedToken(mark, normalized=False) for mark in (BEFORE_CALL, AFTER_CALL) if mark in vocabulary]
+    encoder.add_tokens(calls)
     fast = PreTrainedTokenizerFast(tokenizer_object=encoder, pad_token=PAD, eos_token=END)
-    fast.chat_template = TEMPLATE
+    fast.chat_template = template
     fast.save_pretrained(target)

@@ -1,4 +1,4 @@
-"""Forward pass of a dense Llama, Qwen2 or Qwen3 model for inference on CPU: no autograd, no module tree.
+"""Forward pass of a Llama, Qwen2, Qwen3 or Qwen3-MoE model for inference on CPU: no autograd, no module tree.
 
 The residual stream, norms, rotation and attention are float32; projections run in the published dtype.
 """
@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from furlong.ops.policy.architecture import Architecture
-from furlong.ops.policy.kv_cache import KVCache
 from furlong.ops.policy.layer import Layer, NormWeight
 from furlong.ops.policy.packed_linear import PackedLinear
+from furlong.ops.policy.paged_attention import Plan
 from furlong.ops.policy.shard import WHOLE, Shard, Whole
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_ROTATION_BLOCK = 1024
+"""Positions per block of the rotation's table."""
 
 
 class WeightsError(RuntimeError):
@@ -58,6 +60,7 @@ class Decoder:
         self._frequencies = 1.0 / architecture.rope_theta ** (torch.arange(0, D, 2, dtype=torch.int64).float() / D)
         query = torch.full((architecture.heads, 1), D**-0.5)
         self._head_scale = torch.cat([query, torch.ones(architecture.kv_heads, 1)])
+        self._table = torch.empty((0, D // 2), dtype=torch.complex64)
 
     def served(self) -> dict[str, Tensor]:
         """Every tensor by Hugging Face name, read back from the memory that the forward pass reads.
@@ -78,40 +81,42 @@ class Decoder:
             names |= layer.served(self.architecture, index)
         return names
 
-    def prefill(
-        self, prompts: Int[Tensor, "prompts length"], cache: KVCache, at: slice
-    ) -> Float[Tensor, "prompts vocab"]:
-        """Run prompts of one length, cache them as the prompts of index `at`, and return the logits after each."""
-        U, P = prompts.shape
-        arch, N = self.architecture, self.architecture.heads
-        x_TH = self._share.embed(prompts.reshape(-1), self.tensors[EMBEDDING])
-        turn = self._rotation(torch.arange(P)).repeat(U, 1, 1)
-        for index, layer in enumerate(self._layers):
-            heads = layer.project(x_TH, arch, turn).view(U, P, N + 2 * arch.kv_heads, arch.head_dim)
-            q, k, v = heads.split([N, arch.kv_heads, arch.kv_heads], dim=2)
-            cache.fill(index, at, k, v)
-            seen = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=1.0, enable_gqa=True
-            )
-            layer.finish(x_TH, seen.transpose(1, 2).reshape(U * P, N * arch.head_dim), arch, self._share)
-        return self._logits(x_TH.view(U, P, -1)[:, -1])
+    def step(
+        self, tokens: Int[Tensor, " tokens"], plan: Plan, wanted: Int[Tensor, " wanted"]
+    ) -> tuple[Float[Tensor, "wanted vocab"], Int[Tensor, "tokens expert_layers top_k"] | None]:
+        """Feed tokens of any number of replies, and return the logits after those `wanted` (indices into `tokens`).
 
-    def decode(
-        self, tokens: Int[Tensor, " rows"], positions: Int[Tensor, " rows"], cache: KVCache, slot: int
-    ) -> Float[Tensor, "rows vocab"]:
-        """Feed each row its reply token number `slot`, counted from 0, and return the logits after it."""
-        arch, N = self.architecture, self.architecture.heads
-        x_BH = self._share.embed(tokens, self.tensors[EMBEDDING])
-        turn = self._rotation(positions)
-        for index, layer in enumerate(self._layers):
-            heads = layer.project(x_BH, arch, turn)
-            layer.finish(x_BH, cache.attend(index, slot, heads[:, :N], heads[:, N:]), arch, self._share)
-        return self._logits(x_BH)
+        What a token gets depends on its reply's earlier tokens only, bit for bit, unless `row_bits` is off: not on the
+        other replies, nor on whether the earlier tokens were fed with it or before.
 
-    def _rotation(self, positions: Int[Tensor, " tokens"]) -> Tensor:
-        """exp(i position frequency) per rotated head, the query heads' times 1/sqrt(head_dim) (Su et al. 2021)."""
-        angles = positions.float()[:, None, None] * self._frequencies
-        return torch.complex(angles.cos(), angles.sin()) * self._head_scale
+        Args:
+            plan: whose tokens these are; stores their keys and values.
+        Returns:
+            logits, and the experts that each token went through, None when the model has none.
+        """
+        arch, N = self.architecture, self.architecture.heads
+        x = self._share.embed(tokens, self.tensors[EMBEDDING])
+        turn = self._turns(plan.positions)
+        chosen = []
+        for index, layer in enumerate(self._layers):
+            heads = layer.project(x, arch, turn)
+            seen = plan.attend(index, heads[:, :N], heads[:, N:])
+            picked = layer.finish(x, seen, arch, self._share)
+            if picked is not None:
+                chosen.append(picked)
+        logits = self._logits(x[wanted]) if len(wanted) else torch.empty((0, arch.vocab))
+        return logits, torch.stack(chosen, dim=1) if chosen else None
+
+    def _turns(self, positions: Int[Tensor, " tokens"]) -> Complex[Tensor, "tokens rotated_heads pairs"]:
+        """exp(i position frequency) per rotated head, the query heads' times 1/sqrt(head_dim) (Su et al. 2021).
+
+        Tables are made in blocks of one size: vectorised functions treat what is left over of a vector otherwise.
+        """
+        while len(self._table) <= int(positions.max()):
+            at = torch.arange(len(self._table), len(self._table) + _ROTATION_BLOCK)
+            angles = at.float()[:, None] * self._frequencies
+            self._table = torch.cat([self._table, torch.complex(angles.cos(), angles.sin())])
+        return self._table[positions][:, None] * self._head_scale
 
     def _logits(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         normed = F.rms_norm(x, (x.shape[-1],), self._final_norm.wide, self.architecture.norm_eps)

@@ -1,149 +1,148 @@
-"""Keys and values of a batch of replies that grow in step: each distinct prompt's once, each reply's own beside them.
+"""Memory for keys and values: pages of 64 tokens, of which those in use stay side by side.
 
-Prompts end where replies begin, so unequal ones leave a gap at their left, which a mask hides. All is float32: at the
-sizes of a decode step the batched products are faster so, and nothing is rounded between projection and attention.
+So attention of all replies reads one contiguous block per layer, and nothing is copied to gather it: when a page is
+given back, the last one in use takes its place. All is float32: at the sizes of a decode step the batched products are
+faster so, and nothing is rounded between projection and attention.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from furlong.ops.policy.architecture import Architecture
+from furlong.ops.policy.row_bits import ALIGNED
+
+PAGE = 64
+"""Tokens per page."""
 
 
-class CachePool:
-    """Owns the memory between calls, because fresh pages cost about as much time as filling them."""
+class CacheFull(RuntimeError):
+    """No page is left; end or put off a reply, or enlarge the cache."""
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0)
 
-    def take(self, *shapes: tuple[int, ...]) -> list[Float[Tensor, ...]]:
-        """Blocks of these shapes, with whatever an earlier batch wrote there."""
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        if sum(sizes) > self._memory.numel():
-            self._memory = torch.empty(0)  # freed before the larger one is asked for
-            self._memory = torch.empty(sum(sizes))
-        blocks = self._memory[: sum(sizes)].split(sizes)
-        return [block.view(shape) for block, shape in zip(blocks, shapes, strict=True)]
+class Held:
+    """The pages of one reply, in the order of its tokens. `slot` names it within the cache while it holds any."""
+
+    def __init__(self, slot: int):
+        self.slot = slot
+        self.pages: list[int] = []
 
 
 class KVCache:
-    """The cache of one batch. Attention to a prompt is one matrix product for all replies to it."""
+    """Pages of all replies under way."""
 
-    def __init__(self, pool: CachePool, arch: Architecture, lengths: list[int], owner: list[int], new_tokens: int):
+    def __init__(self, arch: Architecture, most_bytes: int):
         """
         Args:
-            lengths: of each distinct prompt.
-            owner: for each row, its prompt's index; every prompt has at least one row.
-            new_tokens: most tokens of a reply.
+            arch: of the weights, or of the part of them that this rank has.
+            most_bytes: memory to use, at least one page; taken from the system as pages are first written.
         """
-        self._width = max(lengths)
-        self._group = arch.heads // arch.kv_heads
-        head = (arch.kv_heads, arch.head_dim)
-        self._prompts, self._replies = pool.take(
-            (arch.layers, 2, len(lengths), head[0], self._width, head[1]),
-            (arch.layers, 2, len(owner), head[0], new_tokens, head[1]),
-        )
-        gap = torch.arange(self._width) < self._width - torch.tensor(lengths)[:, None]
-        self._mask = torch.zeros(gap.shape).masked_fill_(gap, float("-inf"))[:, None] if gap.any() else None
-        self._owner = np.array(owner)
-        self._arrange()
+        # Longer rows hold zeros at their end, which change no product.
+        self._shape = (arch.kv_heads, PAGE, arch.head_dim + -arch.head_dim % ALIGNED)
+        self._layers = arch.layers
+        page_bytes = 2 * arch.layers * torch.Size(self._shape).numel() * torch.float32.itemsize
+        self.used = 0
+        self.slots: Int[np.ndarray, " pages"] = np.zeros(0, dtype=np.int64)
+        """Which reply each page in use belongs to, by slot; the rest is undefined."""
+        self.ordinals: Int[np.ndarray, " pages"] = np.zeros(0, dtype=np.int64)
+        """Which of its reply's pages each one is, from 0."""
+        self._held: dict[int, Held] = {}
+        self._spare: list[int] = []
+        self._memory = torch.empty(0)
+        self._pages = 0
+        self._allocate(max(1, most_bytes // page_bytes))
 
-    def fill(
-        self,
-        layer: int,
-        at: slice,
-        keys: Float[Tensor, "prompts length kv_heads d"],
-        values: Float[Tensor, "prompts length kv_heads d"],
-    ) -> None:
-        """Store the prompts of index `at`, which have one length."""
-        start = self._width - keys.shape[1]
-        for side, rows in enumerate((keys, values)):
-            self._prompts[layer, side, at, :, start:] = rows.transpose(1, 2)
+    @property
+    def free(self) -> int:
+        return self._pages - self.used
+
+    @property
+    def most_slots(self) -> int:
+        """Slots are below this."""
+        return len(self._held) + len(self._spare)
+
+    def open(self) -> Held:
+        """A reply without pages."""
+        held = Held(self._spare.pop() if self._spare else len(self._held))
+        self._held[held.slot] = held
+        return held
+
+    def close(self, held: Held) -> None:
+        """Give all its pages back."""
+        for page in sorted(held.pages, reverse=True):  # the last one first, which needs no other to move
+            self._remove(page)
+        held.pages = []
+        del self._held[held.slot]
+        self._spare.append(held.slot)
+
+    def missing(self, held: Held, tokens: int) -> int:
+        """Pages it lacks to hold this many tokens."""
+        return max(0, pages_of(tokens) - len(held.pages))
+
+    def extend(self, held: Held, tokens: int) -> None:
+        """Add pages until it holds this many tokens; CacheFull, and nothing added, when there are not enough."""
+        count = self.missing(held, tokens)
+        if count > self.free:
+            raise CacheFull(
+                f"{count} pages of {PAGE} tokens are needed and {self.free} are free; end or put off another reply"
+            )
+        for _ in range(count):
+            page = self.used
             # Old memory may hold NaN, which a probability of 0 does not hide.
-            self._prompts[layer, side, at, :, :start] = 0.0
+            self._memory[:, :, page] = 0.0
+            self.slots[page], self.ordinals[page] = held.slot, len(held.pages)
+            held.pages.append(page)
+            self.used += 1
 
-    def attend(
+    def enlarge(self, tokens: int) -> None:
+        """Make room for a single reply of this many tokens, when it is the only one and cannot be held."""
+        self._allocate(max(self._pages, pages_of(tokens)))
+
+    def copy(self, source: Held, target: Held, tokens: int) -> None:
+        """The first tokens' keys and values of one reply become those of another, which has pages for them."""
+        count = pages_of(tokens)
+        self._memory[:, :, target.pages[:count]] = self._memory[:, :, source.pages[:count]]
+
+    def write(
         self,
         layer: int,
-        slot: int,
-        queries: Float[Tensor, "rows heads d"],
-        keys_values: Float[Tensor, "rows two_kv_heads d"],
-    ) -> Float[Tensor, "rows heads_d"]:
-        """Write each reply's `slot`-th keys and values, then attend to its prompt and to the reply up to there.
+        pages: Int[Tensor, " tokens"],
+        offsets: Int[Tensor, " tokens"],
+        keys_values: Float[Tensor, "tokens 2 kv_heads d"],
+    ) -> None:
+        """Store tokens at these places of pages in use."""
+        self._memory[layer][:, pages, :, offsets] = keys_values
 
-        Queries come scaled. Those that share keys, by head (grouped-query attention, Ainslie et al. 2023) or by prompt
-        (Hydragen, Juravsky et al. 2024), form one matrix; the softmax runs over both parts together.
-        """
-        B, N, D = queries.shape
-        K, U, P, T = N // self._group, self._live_prompts, self._width, slot + 1
-        replies = self._replies[layer, :, :B]
-        replies[:, :, :, slot] = keys_values.view(B, 2, K, D).transpose(0, 1)
-        own_keys, own_values = replies[:, :, :, :T].view(2, B * K, T, D)
-        keys, values = self._prompts[layer, :, :U].view(2, U * K, P, D)
-        folded = queries.contiguous().view(B, K, self._group, D)
-        shared = torch.bmm(self._by_prompt(folded), keys.transpose(1, 2))
-        if self._mask is not None:
-            shared.view(U, -1, P).add_(self._mask[:U])
-        own = torch.bmm(folded.view(B * K, -1, D), own_keys.transpose(1, 2))
-        shares = torch.softmax(torch.cat([self._by_row(shared), own], dim=-1), dim=-1)
-        seen = torch.bmm(self._by_prompt(shares[..., :P].view(B, K, -1, P)), values)
-        return torch.baddbmm(self._by_row(seen), shares[..., P:], own_values).view(B, N * D)
+    def keys(self, layer: int) -> Float[Tensor, "used kv_heads page d"]:
+        return self._memory[layer, 0, : self.used]
 
-    def keep(self, rows: Int[np.ndarray, " kept"], used: int) -> None:
-        """Row i becomes what row rows[i] was; the first `used` slots count. Prompts that nobody is left for go."""
-        self._move(self._replies[..., :used, :], rows)
-        self._owner = self._owner[rows]
-        order = close_gaps(np.isin(np.arange(self._live_prompts), self._owner))
-        self._move(self._prompts, order)
-        if self._mask is not None:
-            self._mask = self._mask[torch.from_numpy(order)]
-        place = np.zeros(self._live_prompts, dtype=np.int64)
-        place[order] = np.arange(len(order))
-        self._owner = place[self._owner]
-        self._arrange()
+    def values(self, layer: int) -> Float[Tensor, "used kv_heads page d"]:
+        return self._memory[layer, 1, : self.used]
 
-    @staticmethod
-    def _move(block: Tensor, order: Int[np.ndarray, " kept"]) -> None:
-        """Only what changes place is copied."""
-        moved = np.flatnonzero(order != np.arange(len(order)))
-        if len(moved):
-            block[:, :, torch.from_numpy(moved)] = block[:, :, torch.from_numpy(order[moved])]
+    def _allocate(self, pages: int) -> None:
+        if pages == self._pages:
+            return
+        old = self._memory
+        self._memory = torch.empty((self._layers, 2, pages, *self._shape))
+        if self.used:
+            self._memory[:, :, : self.used] = old[:, :, : self.used]
+        self.slots = np.resize(self.slots, pages)
+        self.ordinals = np.resize(self.ordinals, pages)
+        self._pages = pages
 
-    def _arrange(self) -> None:
-        """Lay the rows out as a table of prompts by replies, short lines filled with any row."""
-        counts = np.bincount(self._owner)
-        self._live_prompts, most = len(counts), int(counts.max(initial=0))
-        by_prompt = np.argsort(self._owner, kind="stable")
-        nth = np.arange(len(by_prompt)) - np.repeat(np.cumsum(counts) - counts, counts)
-        table = np.zeros((self._live_prompts, most), dtype=np.int64)
-        table[self._owner[by_prompt], nth] = by_prompt
-        place = np.empty_like(self._owner)
-        place[by_prompt] = self._owner[by_prompt] * most + nth
-        in_order = np.array_equal(place, np.arange(table.size))
-        self._table = None if in_order else torch.from_numpy(table.reshape(-1))
-        self._place = None if in_order else torch.from_numpy(place)
-
-    def _by_prompt(
-        self, x: Float[Tensor, "rows kv_heads group n"]
-    ) -> Float[Tensor, "prompts_kv_heads replies_group n"]:
-        _, K, G, n = x.shape
-        table = x if self._table is None else x[self._table]
-        U = self._live_prompts
-        return table.reshape(U, -1, K, G, n).transpose(1, 2).reshape(U * K, -1, n)
-
-    def _by_row(self, x: Float[Tensor, "prompts_kv_heads replies_group n"]) -> Float[Tensor, "rows_kv_heads group n"]:
-        U, G, n = self._live_prompts, self._group, x.shape[2]
-        table = x.view(U, len(x) // U, -1, G, n).transpose(1, 2).reshape(-1, len(x) // U, G, n)
-        return (table if self._place is None else table[self._place]).reshape(-1, G, n)
+    def _remove(self, page: int) -> None:
+        last = self.used - 1
+        if page != last:
+            self._memory[:, :, page] = self._memory[:, :, last]
+            slot, ordinal = self.slots[last], self.ordinals[last]
+            self._held[int(slot)].pages[int(ordinal)] = page
+            self.slots[page], self.ordinals[page] = slot, ordinal
+        self.used = last
 
 
-def close_gaps(alive: Bool[np.ndarray, " n"]) -> Int[np.ndarray, " kept"]:
-    """Which old index each new one takes, when those at the end fill the places of those that are not alive."""
-    kept = int(alive.sum())
-    order = np.arange(kept)
-    order[~alive[:kept]] = kept + np.flatnonzero(alive[kept:])
-    return order
+def pages_of(tokens: int) -> int:
+    """Pages that hold this many tokens."""
+    return -(-tokens // PAGE)

@@ -8,13 +8,14 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from furlong.ops.policy.architecture import Architecture
+from furlong.ops.policy.experts import Experts
+from furlong.ops.policy.feed_forward import FeedForward
 from furlong.ops.policy.packed_linear import PackedLinear
 from furlong.ops.policy.shard import Shard, Whole
 
 _QKV = ("q", "k", "v")
 _PARTS = {
     **{part: f"self_attn.{part}_proj.weight" for part in (*_QKV, "o")},
-    **{part: f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
     "norm1": "input_layernorm.weight",
     "norm2": "post_attention_layernorm.weight",
 }
@@ -35,7 +36,7 @@ class NormWeight:
 
 
 class Layer:
-    """Projections q, k, v are one product, gate and up another.
+    """Attention, whose projections q, k and v are one product, then a feed-forward block or experts.
 
     Rows of q and k are reordered so that the two numbers a rotation mixes lie side by side and rotate as one complex
     number; attention only takes products of q with k, which one common order leaves as they are.
@@ -49,7 +50,8 @@ class Layer:
             parts |= {f"{part}_bias": f"self_attn.{part}_proj.bias" for part in _QKV}
         if arch.qk_norm:
             parts |= {f"{part}_norm": f"self_attn.{part}_norm.weight" for part in ("q", "k")}
-        return {part: f"model.layers.{index}.{name}" for part, name in parts.items()}
+        mine = {part: f"model.layers.{index}.{name}" for part, name in parts.items()}
+        return mine | _block(arch, index).names(arch, index)
 
     def __init__(self, arch: Architecture, index: int, tensors: dict[str, Tensor]):
         part = {key: tensors[name] for key, name in self.names(arch, index).items()}
@@ -57,8 +59,7 @@ class Layer:
         bias = torch.cat([part[f"{p}_bias"] for p in _QKV])[rows] if arch.qkv_bias else None
         self._qkv = PackedLinear(torch.cat([part[p] for p in _QKV])[rows], bias)
         self._out = PackedLinear(part["o"])
-        self._gate_up = PackedLinear(torch.cat([part["gate"], part["up"]]))
-        self._down = PackedLinear(part["down"])
+        self._block = _block(arch, index)(arch, index, tensors)
         self._norm1, self._norm2 = NormWeight(part["norm1"]), NormWeight(part["norm2"])
         self._head_norms = [NormWeight(part[f"{p}_norm"][_pairs(arch.head_dim)]) for p in ("q", "k") if arch.qk_norm]
         self._dtype = part["o"].dtype
@@ -84,12 +85,17 @@ class Layer:
         seen: Float[Tensor, "tokens heads_d"],
         arch: Architecture,
         share: Whole | Shard,
-    ) -> None:
-        """Add the attention output and the gated feed-forward block (Shazeer 2020) to the residual stream, in place."""
+    ) -> Int[Tensor, "tokens top_k"] | None:
+        """Add the attention output and the feed-forward block or the experts to the residual stream, in place.
+
+        Returns:
+            the experts that each token went through, likeliest first; None when the layer has none.
+        """
         x += share.total(self._out(seen.to(self._dtype)))
         normed = F.rms_norm(x, x.shape[-1:], self._norm2.wide, arch.norm_eps).to(self._dtype)
-        gate, up = self._gate_up(normed).chunk(2, dim=-1)
-        x += share.total(self._down(F.silu(gate) * up))
+        out, chosen = self._block(normed)
+        x += share.total(out)
+        return chosen
 
     def served(self, arch: Architecture, index: int) -> dict[str, Tensor]:
         """This layer's tensors by Hugging Face name, read back from the copies that the products use."""
@@ -97,8 +103,7 @@ class Layer:
         widths = [arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim, arch.kv_heads * arch.head_dim]
         back = torch.argsort(_pair_order(arch))
         parts = dict(zip(_QKV, self._qkv.unpacked()[back].split(widths), strict=True))
-        parts |= dict(zip(("gate", "up"), self._gate_up.unpacked().split(arch.ffn), strict=True))
-        parts |= {"o": self._out.unpacked(), "down": self._down.unpacked()}
+        parts |= {"o": self._out.unpacked()}
         parts |= {"norm1": self._norm1.published(), "norm2": self._norm2.published()}
         if self._qkv.bias is not None:
             pieces = self._qkv.bias[back].split(widths)
@@ -106,7 +111,11 @@ class Layer:
         pairs_back = torch.argsort(_pairs(arch.head_dim))
         for p, norm in zip(("q", "k"), self._head_norms, strict=False):
             parts[f"{p}_norm"] = norm.published()[pairs_back]
-        return {name[part]: tensor for part, tensor in parts.items()}
+        return {name[part]: tensor for part, tensor in parts.items()} | self._block.served(arch, index)
+
+
+def _block(arch: Architecture, index: int) -> type[FeedForward | Experts]:
+    return Experts if index in arch.expert_layers else FeedForward
 
 
 def _pairs(head_dim: int) -> Int[Tensor, " d"]:

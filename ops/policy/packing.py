@@ -143,7 +143,7 @@ def check_batch(batch: TrainBatch, vocabulary: int, context: int) -> None:
         context: longest prompt + reply the model takes, in tokens.
     """
     count = len(batch.trajectory_ids)
-    for name in ("group", "replies", "logprobs", "masks", "advantages"):
+    for name in ("group", "replies", "logprobs", "masks", "fresh", "advantages"):
         if len(getattr(batch, name)) != count:
             raise PackingError(f"{len(getattr(batch, name))} {name} for {count} trajectories; give one for each")
     if not batch.temperature > 0:
@@ -153,10 +153,10 @@ def check_batch(batch: TrainBatch, vocabulary: int, context: int) -> None:
             raise PackingError(f"prompt of group {group} is empty or has a token outside [0, {vocabulary}); rebuild it")
     for index, name in enumerate(batch.trajectory_ids):
         reply, group = batch.replies[index], batch.group[index]
-        if not len(reply) == len(batch.logprobs[index]) == len(batch.masks[index]):
+        if not len(reply) == len(batch.logprobs[index]) == len(batch.masks[index]) == len(batch.fresh[index]):
             raise PackingError(
-                f"trajectory {name}: {len(reply)} tokens, {len(batch.logprobs[index])} log-probabilities and "
-                f"{len(batch.masks[index])} mask entries; give one of each per token"
+                f"trajectory {name}: {len(reply)} tokens, {len(batch.logprobs[index])} log-probabilities, "
+                f"{len(batch.masks[index])} mask entries and {len(batch.fresh[index])} of `fresh`; give one per token"
             )
         if not 0 <= group < len(batch.prompts):
             raise PackingError(f"trajectory {name}: group {group} of {len(batch.prompts)}; index into `prompts`")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, UInt64
+from jaxtyping import Bool, Float, Int, UInt64
 from torch import Tensor
 
 _BLOCK = 128
 """Tokens per block of the two-level cumulative sum."""
+_LIKELIEST = 1024
+"""Tokens that are put in order first, as ordering a whole vocabulary takes longer than a decode step."""
 _CHUNK = 2**20
 """Logits handled at a time, so that they stay in the processor's cache between passes."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -20,67 +22,141 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class NonFiniteLogits(ArithmeticError):
     """A model returned NaN or infinity; the message names the requests."""
 
+    def __init__(self, request_ids: list[str]):
+        super().__init__(
+            f"the model's logits are not finite for request {', '.join(request_ids[:3])} ({len(request_ids)} in all); "
+            "check the digest of the weights version, and its temperature"
+        )
 
-def uniforms(seeds: UInt64[np.ndarray, " rows"], position: int) -> Float[np.ndarray, " rows"]:
-    """Numbers in [0, 1), multiples of 2^-53: SplitMix64 (Steele, Lea, Flood 2014) at counter `position`.
+
+@dataclass(frozen=True)
+class Rules:
+    """How each row is drawn; see `GenerateRequest`."""
+
+    temperatures: Float[np.ndarray, " rows"]
+    top_k: Int[np.ndarray, " rows"]
+    top_p: Float[np.ndarray, " rows"]
+    min_p: Float[np.ndarray, " rows"]
+
+    def of(self, rows: slice | Bool[np.ndarray, " rows"]) -> Rules:
+        return Rules(self.temperatures[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One token per row."""
+
+    tokens: Int[Tensor, " rows"]
+    logprobs: Float[Tensor, " rows"]
+    """Log-probability (nat, float64) under the distribution it was drawn from; greedy rows' under softmax(logits). NaN
+    where the logits are not finite, or dividing them by the temperature overflows: such a row's token means nothing."""
+    model_logprobs: Float[Tensor, " rows"]
+    """Log-probability (nat, float64) under softmax(logits)."""
+
+
+def uniforms(
+    seeds: UInt64[np.ndarray, " rows"], positions: int | Int[np.ndarray, " rows"]
+) -> Float[np.ndarray, " rows"]:
+    """Numbers in [0, 1), multiples of 2^-53: SplitMix64 (Steele, Lea, Flood 2014) at counter `positions`.
 
     The seed is mixed first, so that neighbouring seeds do not give shifted copies of one stream.
     """
-    counter = np.uint64((position + 1) * int(_GOLDEN) % 2**64)
-    return (_mix(_mix(seeds + _GOLDEN) + counter) >> np.uint64(11)) * 2.0**-53
+    counters = (np.atleast_1d(np.asarray(positions)).astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return (_mix(_mix(seeds + _GOLDEN) + counters) >> np.uint64(11)) * 2.0**-53
 
 
-def draw(
-    logits: Float[Tensor, "rows vocab"],
-    temperatures: Float[Tensor, " rows"],
-    numbers: Float[Tensor, " rows"],
-    request_ids: Sequence[str],
-) -> tuple[Int[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """One token per row, by inversion of the cumulative distribution of softmax(logits / temperature).
+def draw(logits: Float[Tensor, "rows vocab"], rules: Rules, numbers: Float[Tensor, " rows"]) -> Drawn:
+    """One token per row, by inversion of the cumulative distribution of softmax(logits / temperature), of which top-k,
+    then top-p of what that leaves, then min-p may keep a part.
 
     Args:
         logits: any floating dtype; widened to float32 before anything else.
-        temperatures: float32; 0 picks the most likely token, the lowest id among equals.
+        rules: temperature 0 picks the most likely token, the lowest id among equals.
         numbers: float64 uniforms in [0, 1]; 1 counts as the largest number below it.
-        request_ids: one per row, named in errors.
-    Returns:
-        Token ids, and their log-probabilities (nat, float64) under the distribution each was drawn from; greedy rows'
-        under softmax(logits).
-    Raises:
-        NonFiniteLogits: a row holds NaN or an infinity, or dividing by its temperature overflows.
     """
     rows = max(1, _CHUNK // logits.shape[1])
-    parts = [
-        _draw_chunk(some, temperatures[at : at + rows], numbers[at : at + rows])
-        for at, some in zip(range(0, len(logits), rows), logits.split(rows), strict=True)
-    ]
-    tokens, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
-    bad = [request_ids[row] for row in (~logprobs.isfinite()).nonzero().flatten().tolist()]
-    if bad:
-        raise NonFiniteLogits(
-            f"the model's logits are not finite for request {', '.join(bad[:3])} ({len(bad)} in all); check the digest "
-            "of the weights version, and its temperature"
-        )
-    return tokens, logprobs
+    spans = [slice(at, at + rows) for at in range(0, len(logits), rows)]
+    parts = [_draw_chunk(logits[span].float(), rules.of(span), numbers[span]) for span in spans]
+    return Drawn(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _draw_chunk(logits_BV: Tensor, temperatures: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    greedy = temperatures == 0
+def _draw_chunk(logits_BV: Tensor, rules: Rules, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    greedy = rules.temperatures == 0
     # A sum is finite only if all its terms are, and is the one vectorised pass that says so.
     finite = logits_BV.sum(dim=-1).isfinite()
-    scaled = logits_BV.float()
-    if not bool(((temperatures == 1) | greedy).all()):
-        scaled = scaled / torch.where(greedy, 1.0, temperatures)[:, None]
-    chances = _blocks(torch.softmax(scaled, dim=-1), 0.0)
+    heated = (rules.temperatures != 1) & ~greedy
+    cut = _cuts(rules) & ~greedy
+    chances = _blocks(torch.softmax(logits_BV, dim=-1), 0.0)
+    own = chances
+    if heated.any() or cut.any():
+        chances = chances.clone()
+    if heated.any():
+        scaled = logits_BV[heated] / torch.from_numpy(rules.temperatures[heated])[:, None]
+        chances[heated] = _blocks(torch.softmax(scaled, dim=-1), 0.0)
+    if cut.any():
+        chances[cut] = _kept(chances[cut], rules.of(cut))
     masses = chances.sum(dim=-1).double()
     tokens = _invert(chances, masses, numbers)
-    if bool(greedy.any()):
-        tokens[greedy] = _argmax(_blocks(scaled[greedy], float("-inf")))
+    if greedy.any():
+        tokens[greedy] = _argmax(_blocks(logits_BV[greedy], float("-inf")))
+    logprobs = torch.where(finite, _logprobs(chances, masses, tokens), torch.nan)
+    if own is chances:
+        return tokens, logprobs, logprobs
+    return tokens, logprobs, torch.where(finite, _logprobs(own, own.sum(dim=-1).double(), tokens), torch.nan)
+
+
+def _logprobs(chances: Tensor, masses: Tensor, tokens: Tensor) -> Float[Tensor, " b"]:
     chosen = chances.flatten(1).gather(1, tokens[:, None]).squeeze(1).double()
     # float32 shares sum to 1 within rounding only; their float64 sum takes that error out of the logarithm. A clamp
     # keeps NaN, so that it is seen.
-    logprobs = (chosen / masses.sum(dim=-1)).log().clamp(max=0.0)
-    return tokens, torch.where(finite, logprobs, torch.nan)
+    return (chosen / masses.sum(dim=-1)).log().clamp(max=0.0)
+
+
+def _cuts(rules: Rules) -> Bool[np.ndarray, " rows"]:
+    return (rules.top_k > 0) | (rules.top_p < 1) | (rules.min_p > 0)
+
+
+def _kept(chances: Float[Tensor, "b blocks n"], rules: Rules) -> Float[Tensor, "b blocks n"]:
+    """The probabilities of the tokens that stay, and 0 for the others; the most likely one always stays. Of equally
+    likely tokens those of lower id come first."""
+    flat, mass = chances.flatten(1), chances.sum(dim=-1).double().sum(dim=-1)
+    found = torch.zeros_like(flat)
+    # Whether the likeliest few are enough is a row's own matter, so that its bits do not depend on other rows.
+    rest = torch.ones(len(flat), dtype=torch.bool)
+    if flat.shape[1] > _LIKELIEST:
+        likely, ids = _by_likelihood(*flat.topk(_LIKELIEST, dim=-1))
+        stays = _stays(likely, mass, rules)
+        # All that are as likely as the last of the few might stay or go with it, and some are not among the few.
+        rest = (stays & (likely <= likely[:, -1:])).any(dim=-1)
+        found.scatter_(1, ids, torch.where(stays, likely, 0.0))
+    if rest.any():
+        likely, ids = flat[rest].sort(dim=-1, descending=True, stable=True)
+        stays = _stays(likely, mass[rest], rules.of(rest.numpy()))
+        found[rest] = torch.zeros_like(likely).scatter_(1, ids, torch.where(stays, likely, 0.0))
+    return found.view(chances.shape)
+
+
+def _stays(likely: Float[Tensor, "b some"], mass: Float[Tensor, " b"], rules: Rules) -> Bool[Tensor, "b some"]:
+    """For tokens in order of likelihood; `mass` is that of all."""
+    few = torch.from_numpy(rules.top_k > 0)
+    most = torch.from_numpy(np.where(rules.top_k > 0, rules.top_k, likely.shape[1]))
+    likely = torch.where(torch.arange(likely.shape[1]) < most[:, None], likely, 0.0)
+    running = likely.double().cumsum(dim=-1)
+    wanted = torch.from_numpy(rules.top_p.astype(np.float64)) * torch.where(few, running[:, -1], mass)
+    floor = torch.from_numpy(rules.min_p.astype(np.float32))[:, None] * likely[:, :1]
+    before = running - likely.double()
+    stays = (
+        (likely >= floor) & (likely > 0) & ((before < wanted[:, None]) | torch.from_numpy(rules.top_p >= 1)[:, None])
+    )
+    stays[:, 0] = True
+    return stays
+
+
+def _by_likelihood(likely: Float[Tensor, "b some"], ids: Int[Tensor, "b some"]) -> tuple[Tensor, Tensor]:
+    """Likeliest first, then by id."""
+    ids, order = ids.sort(dim=-1)
+    likely, order = likely.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return likely, ids.gather(1, order)
 
 
 def _invert(chances: Float[Tensor, "b blocks n"], masses: Float[Tensor, "b blocks"], numbers: Tensor) -> Tensor:
@@ -101,7 +177,7 @@ def _first_above(weights: Float[Tensor, "b n"], fractions: Float[Tensor, " b"]) 
     running = weights.cumsum(dim=-1)
     total = running[:, -1]
     target = torch.minimum(fractions * total, torch.nextafter(total, torch.zeros_like(total)))
-    # NaN compares false everywhere, which would index past the end; such rows are refused by the caller.
+    # NaN compares false everywhere, which would index past the end; such rows are reported by the caller.
     index = (running <= target[:, None]).sum(dim=-1).clamp(max=weights.shape[1] - 1)
     at = index[:, None]
     weight = weights.gather(1, at).squeeze(1)

@@ -1,7 +1,8 @@
 """How a model is split over ranks (tensor parallelism), and the sums and gathers that make the parts one model again.
 
 Megatron-LM's split (Shoeybi et al. 2019, section 3): q, k and v by heads, gate and up by rows, o and down by columns,
-so that each attention and feed-forward block needs one sum over the ranks; embedding and head by vocabulary.
+so that each attention and feed-forward block needs one sum over the ranks; embedding and head by vocabulary. Every rank
+has a part of each expert and the whole router, so all choose the same experts.
 """
 
 from __future__ import annotations
@@ -69,8 +70,16 @@ class Shard:
     def total(self, partial: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens hidden"]:
         """Summed in float32. Each part was rounded to the products' dtype first, as a whole product would have been."""
         wide = partial.float().contiguous()
-        self._exchange.all_reduce(wide)
-        return wide
+        if len(self._spans) == 2:
+            self._exchange.all_reduce(wide)
+            return wide
+        # Three numbers add up differently in another order, and a ring's order depends on where in the tensor they are.
+        parts = [torch.empty_like(wide) for _ in self._spans]
+        self._exchange.all_gather(parts, wide)
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
 
     def complete(self, logits: Float[Tensor, "rows some"]) -> Float[Tensor, "rows vocab"]:
         """As in `Whole`; the spans differ by one token at most, so all ranks send the width of the longest."""
@@ -90,12 +99,13 @@ def part_of(whole: Architecture, rank: int, size: int) -> Architecture:
         heads=whole.heads // size,
         kv_heads=whole.kv_heads // size,
         ffn=whole.ffn // size,
+        expert_ffn=whole.expert_ffn // size,
         vocab=stop - start,
     )
 
 
 def pieces(whole: Architecture, rank: int, size: int) -> dict[str, Piece]:
-    """What one rank holds of each tensor, by Hugging Face name; norms are whole on every rank."""
+    """What one rank holds of each tensor, by Hugging Face name; norms and routers are whole on every rank."""
     found = {}
     for name, shape in whole.shapes().items():
         owner = name.split(".")[-2]

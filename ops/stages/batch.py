@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
+from itertools import takewhile
 from typing import Any
 
 from furlong.ops.identity import fingerprint
 from furlong.ops.policy.advantages import Outcome, group_advantages
 from furlong.ops.protocols import LakeLike, TrainBatch
 from furlong.ops.records import Disposition
+from furlong.ops.rollouts.fragments import stale_mask
 from furlong.ops.spec import RunSpec
+from furlong.ops.stages.chain import one_row
 from furlong.ops.stages.context import StageError, StepKey
+from furlong.ops.stages.rollouts import batch_rows
 
 
 def assemble(lake: LakeLike, spec: RunSpec, key: StepKey) -> tuple[TrainBatch, list[dict[str, Any]]]:
     """The batch of a step and what became of each trajectory (rows of `steps.outcomes`).
 
-    Only trained trajectories enter the batch. Order is by trajectory id, never by arrival.
+    Only trained trajectories enter the batch. Order is by trajectory id, never by arrival. Leaves of one sample count
+    as one reply in their group's statistics, and share its advantage.
 
     Raises:
         StageError: a trajectory without a reward row, a reward without a trajectory, or a group that is not whole.
     """
-    columns = ["trajectory_id", "group_id", "tokens", "logprobs", "loss_mask"]
-    rows = sorted(lake.read("trajectories", key.columns(), columns).to_pylist(), key=lambda r: r["trajectory_id"])
-    groups = lake.read("groups", key.columns(), ["group_id", "prompt_tokens", "samples"]).to_pylist()
-    scores = lake.read("rewards", key.columns(), ["trajectory_id", "score"]).to_pylist()
+    columns = ["trajectory_id", "group_id", "sample", "leaf", "tokens", "logprobs", "loss_mask", "version_spans"]
+    rows = sorted(batch_rows(lake, key, "trajectories", columns), key=lambda row: row["trajectory_id"])
+    groups = batch_rows(lake, key, "groups", ["group_id", "samples"])
+    scores = batch_rows(lake, key, "rewards", ["trajectory_id", "score"])
     _conserved(key, rows, groups, scores)
-    score_of = {row["trajectory_id"]: row["score"] for row in scores}
-    outcomes = group_advantages(
-        [score_of[row["trajectory_id"]] for row in rows],
-        [row["group_id"] for row in rows],
-        normalise_std=spec.algorithm.normalise_std,
-    )
-    batch = _batch(spec, key, rows, groups, outcomes)
+    outcomes = _outcomes(rows, {row["trajectory_id"]: row["score"] for row in scores}, spec.algorithm.normalise_std)
+    batch = _batch(lake, spec, key, rows, outcomes)
     return batch, [
         {"trajectory_id": row["trajectory_id"], "group_id": row["group_id"], "reward": out.reward,
          "advantage": out.advantage, "disposition": str(out.disposition)}
@@ -40,17 +41,26 @@ def assemble(lake: LakeLike, spec: RunSpec, key: StepKey) -> tuple[TrainBatch, l
     ]  # fmt: skip
 
 
+def _outcomes(rows: list[dict], score_of: dict[str, float | None], normalise_std: bool) -> list[Outcome]:
+    first = [row for row in rows if row["leaf"] == 0]
+    made = group_advantages(
+        [score_of[row["trajectory_id"]] for row in first], [row["group_id"] for row in first], normalise_std
+    )
+    by_sample = {(row["group_id"], row["sample"]): out for row, out in zip(first, made, strict=True)}
+    return [by_sample[row["group_id"], row["sample"]] for row in rows]
+
+
 def _conserved(key: StepKey, rows: list[dict], groups: list[dict], scores: list[dict]) -> None:
-    """Every sample that was asked for is there once, and is scored once."""
+    """Every sample that was asked for is there once, and every trajectory of it is scored once."""
     expected = {group["group_id"]: group["samples"] for group in groups}
-    counted = dict.fromkeys(expected, 0)
+    counted: dict[str, list[int]] = {name: [] for name in expected}
     for row in rows:
         if row["group_id"] not in counted:
             raise StageError(f"{key}: trajectory {row['trajectory_id']} belongs to no group; the lake was changed")
-        counted[row["group_id"]] += 1
+        counted[row["group_id"]] += [row["sample"]] if row["leaf"] == 0 else []
     for name, wanted in expected.items():
-        if counted[name] != wanted:
-            raise StageError(f"{key}: group {name} has {counted[name]} of {wanted} trajectories; re-run its rollouts")
+        if sorted(counted[name]) != list(range(wanted)):
+            raise StageError(f"{key}: group {name} has {len(counted[name])} of {wanted} samples; re-run its rollouts")
     scored = sorted(row["trajectory_id"] for row in scores)
     if not groups or scored != [row["trajectory_id"] for row in rows]:
         raise StageError(
@@ -58,22 +68,56 @@ def _conserved(key: StepKey, rows: list[dict], groups: list[dict], scores: list[
         )
 
 
-def _batch(spec: RunSpec, key: StepKey, rows: list[dict], groups: list[dict], outcomes: list[Outcome]) -> TrainBatch:
+def _batch(lake: LakeLike, spec: RunSpec, key: StepKey, rows: list[dict], outcomes: list[Outcome]) -> TrainBatch:
     kept = [(row, out) for row, out in zip(rows, outcomes, strict=True) if out.disposition == Disposition.TRAINED]
     used = sorted({row["group_id"] for row, _ in kept})
-    prompt_of = {group["group_id"]: tuple(group["prompt_tokens"]) for group in groups}
+    prompt_of = {name: _shared_prompt([row for row, _ in kept if row["group_id"] == name]) for name in used}
     blank = {row["trajectory_id"]: len(prompt_of[row["group_id"]]) for row, _ in kept}
+    start = one_row(lake, "batches", key.columns(), ["version"])["version"]
+
+    def replies(values: Callable[[dict[str, Any]], list]) -> tuple[tuple, ...]:
+        return tuple(tuple(values(row)[blank[row["trajectory_id"]] :]) for row, _ in kept)
+
     return TrainBatch(
         step=key.step,
         temperature=spec.sampling.temperature,
         prompts=tuple(prompt_of[name] for name in used),
         group=tuple(used.index(row["group_id"]) for row, _ in kept),
-        replies=tuple(tuple(row["tokens"][blank[row["trajectory_id"]] :]) for row, _ in kept),
-        logprobs=tuple(tuple(row["logprobs"][blank[row["trajectory_id"]] :]) for row, _ in kept),
-        masks=tuple(tuple(row["loss_mask"][blank[row["trajectory_id"]] :]) for row, _ in kept),
+        replies=replies(lambda row: row["tokens"]),
+        # Of a token that nobody sampled any number will do, as its mask is false.
+        logprobs=replies(lambda row: [0.0 if value is None else value for value in row["logprobs"]]),
+        masks=replies(lambda row: _mask(spec, row)),
+        fresh=replies(lambda row: _sampled_by(row, start)),
         advantages=tuple(out.advantage for _, out in kept),
         trajectory_ids=tuple(row["trajectory_id"] for row, _ in kept),
     )
+
+
+def _shared_prompt(rows: list[dict[str, Any]]) -> tuple[int, ...]:
+    """What all of a group's trajectories begin with, up to the first token that any of them is trained on.
+
+    An agent writes its own prompts, which may differ from one sample to the next.
+    """
+    limit = min(row["loss_mask"].index(True) if True in row["loss_mask"] else len(row["tokens"]) for row in rows)
+    columns = zip(*(row["tokens"][:limit] for row in rows), strict=True)
+    return tuple(tokens[0] for tokens in takewhile(lambda tokens: len(set(tokens)) == 1, columns))
+
+
+def _mask(spec: RunSpec, row: dict[str, Any]) -> list[bool]:
+    if spec.rollout.stale_tokens == "train" or not row["version_spans"]:
+        return row["loss_mask"]
+    spans = [(span["version"], span["start"], span["end"]) for span in row["version_spans"]]
+    newest = stale_mask(spans, len(row["tokens"]))
+    return [on and new for on, new in zip(row["loss_mask"], newest, strict=True)]
+
+
+def _sampled_by(row: dict[str, Any], version: int) -> list[bool]:
+    """Which tokens this weights version has sampled."""
+    marks = [False] * len(row["tokens"])
+    for span in row["version_spans"]:
+        if span["version"] == version:
+            marks[span["start"] : span["end"]] = [True] * (span["end"] - span["start"])
+    return marks
 
 
 def batch_digest(batch: TrainBatch) -> str:

@@ -76,6 +76,14 @@ def version_row(lake: LakeLike, run: str, version: int) -> dict[str, Any] | None
     return one_row(lake, "weight_versions", {"run": run, "version": version}, columns)
 
 
+def newest_live(lake: LakeLike, run: str) -> int:
+    """The newest weights version that engines have proved."""
+    rows = lake.read("weight_versions", {"run": run, "state": "live"}, ["version"])["version"].to_pylist()
+    if not rows:
+        raise StageError(f"run {run} has no live weights version; run its `prompts` first")
+    return max(rows)
+
+
 def next_version(lake: LakeLike, key: StepKey) -> int:
     """One more than any version of the run. Only the newest step is ever repeated, so that stands there or just before."""
     around = {"run": key.run, "step": [key.step - 1, key.step]}
@@ -142,20 +150,27 @@ def _check_link(run: str, version: int, at: int, row: dict[str, Any] | None) -> 
 
 
 def attempts(lake: LakeLike, run: str, step: int) -> int:
-    """The newest attempt of a step that has rollouts; 0 when none has. Trajectories are committed before groups."""
-    return max(lake.read("trajectories", {"run": run, "step": step}, ["attempt"])["attempt"].to_pylist(), default=0)
+    """The newest attempt of a step that groups were drawn for; 0 when none were. Groups are committed before all else."""
+    return max(lake.read("groups", {"run": run, "step": step}, ["attempt"])["attempt"].to_pylist(), default=0)
+
+
+def batch_groups(lake: LakeLike, key: StepKey) -> list[dict[str, Any]]:
+    """{step, attempt, group_id} of the groups that a step trains on; none when it has no batch yet."""
+    row = one_row(lake, "batches", key.columns(), ["groups"])
+    return row["groups"] if row else []
 
 
 def check_repeatable(lake: LakeLike, key: StepKey, last: int) -> None:
-    """A new attempt is allowed only on the newest step: later steps were built on the old one."""
+    """A new attempt is allowed only on the newest step, `last` being its newest attempt with a batch: later steps were
+    built on the old one."""
     if key.attempt <= 1 and last == 0:
         return
     if key.attempt != last + 1:
         raise StageError(f"{key}: the next attempt would be {last + 1}; set attempt to that, or 0 for the current one")
-    if lake.read("trajectories", {"run": key.run, "step": key.step + 1}, ["step"]).num_rows:
+    if lake.read("groups", {"run": key.run, "step": key.step + 1}, ["step"]).num_rows:
         raise StageError(
-            f"{key}: step {key.step + 1} was already drawn from its weights, so it cannot be repeated; "
-            "repeat the newest step, or start another run"
+            f"{key}: groups of step {key.step + 1} were already drawn, so it cannot be repeated; repeat the newest step "
+            "of a run with staleness 0, or start another run"
         )
     if not lake.read("steps", {"run": key.run, "step": key.step, "attempt": last}, ["step"]).num_rows:
         raise StageError(f"{key}: attempt {last} has not finished; run it again with attempt 0, which continues it")

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from furlong.ops.protocols import Commit, GenerateRequest, LakeLike, Sample, Verifier
+from furlong.ops.rollouts.trajectory import Draw, Outcome, Task
 from furlong.ops.spec import RunSpec
 
 STAGES = ("prompts", "rollouts", "rewards", "train_step", "weight_publish")
@@ -47,6 +48,13 @@ class Engines(Protocol):
         """What the replies were computed with."""
 
 
+class Pump(Protocol):
+    """Draws groups, as far ahead as the staleness bound lets it (`resources.rollouts.pump`)."""
+
+    def gather(self, key: StepKey, version: int) -> dict[str, Any]:
+        """The row of `batches` of a step that starts from weights `version`; waits until there are enough groups."""
+
+
 class StepTrainer(Protocol):
     """A trainer that finds its own state and batches in the lake (`resources.trainers.host`)."""
 
@@ -73,15 +81,31 @@ class Run(Protocol):
     lake: LakeLike
     verifier: Verifier
     trainer: StepTrainer
+    pump: Pump
     context_length: int
     train_prompts: int
     """Number of training prompts in the dataset, as committed."""
+    stage_deadline: float
+    """Seconds that a stage may wait for others."""
+    publish_deadline: float
+    """Seconds that engines may take to change weights."""
 
-    def render(self, question: str) -> list[int]:
-        """Token ids of a question as the model's chat template puts it, ready for the reply."""
+    def prompts_at(self, positions: list[int]) -> dict[int, dict[str, Any]]:
+        """Position -> row of `prompts`, of training prompts."""
 
-    def decode(self, tokens: list[int]) -> str:
-        """Text of a reply, without its stop token."""
+    def prompts_of(self, prompt_ids: list[str]) -> dict[str, dict[str, Any]]:
+        """Id -> row of `prompts`."""
+
+    def render(self, prompt: dict[str, Any]) -> list[int]:
+        """Token ids of a row of `prompts` as environment and chat template begin its conversation."""
+
+    def play(
+        self, tasks: list[Task], prompt: dict[str, Any], draw: Draw, key: str, greedy: bool = False
+    ) -> list[Outcome]:
+        """Play a prompt in the run's environment, all tasks together; `key` names what should stay on one engine."""
+
+    def engine_name(self) -> str:
+        """What the run's replies are computed with, in words."""
 
     def prompt_rows(self) -> pa.Table:
         """The rows of `prompts` that this run's data section describes."""

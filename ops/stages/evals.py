@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from furlong.ops import records
 from furlong.ops.identity import counter_seed
-from furlong.ops.protocols import GenerateRequest
 from furlong.ops.records import Verdict
+from furlong.ops.rollouts.trajectory import Failed, Task, Trajectory
 from furlong.ops.spec import RunSpec
 from furlong.ops.stages.chain import one_row, starting_version
-from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
-from furlong.ops.stages.rewards import verifier_items
-from furlong.ops.stages.rollouts import check_sample, fitting_prompt
+from furlong.ops.stages.context import Engines, Run, StageError, StageReport, StepKey, reporting
+from furlong.ops.stages.rewards import as_json, verifier_items
+from furlong.ops.stages.rollouts import fitting_prompt
+
+MODES = ("greedy", "sampled")
+THREADS = 64
+"""Questions played at once."""
+TRIES = 3
+"""At a question's replies."""
 
 
 def evals_before(spec: RunSpec, step: int) -> bool:
@@ -56,34 +64,13 @@ def accuracies(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _measure(run: Run, version: int, report: StageReport) -> list[dict[str, Any]]:
-    columns = ["prompt_id", "question", "position"]
-    prompts = run.lake.read("prompts", {"dataset": run.dataset, "split": "eval"}, columns).to_pylist()
-    if not prompts:
-        raise StageError(f"dataset {run.dataset} has no held-out prompts to evaluate on; raise data.eval_prompts")
-    prompts.sort(key=lambda row: row["position"])
-    requests, owner = [], []
-    for prompt in prompts:
-        ids = tuple(fitting_prompt(run, prompt))
-        for mode, count, temperature in (("greedy", 1, 0.0), ("sampled", run.spec.evals.samples, None)):
-            for sample in range(count):
-                requests.append(
-                    GenerateRequest(
-                        request_id=f"{run.name}-eval-v{version}-{prompt['prompt_id']}-{mode}{sample}",
-                        prompt=ids,
-                        seed=counter_seed(run.spec.seed, "eval", prompt["prompt_id"], mode, sample),
-                        max_new_tokens=run.spec.sampling.max_new_tokens,
-                        temperature=run.spec.sampling.temperature if temperature is None else temperature,
-                    )
-                )
-                owner.append((mode, prompt["prompt_id"]))
+    prompts = run.prompts_of(_held_out(run))
     engines = run.engines_at(version)
-    samples = report.work(lambda: engines.generate(requests))
-    replies = []
-    for request, (mode, prompt_id), sample in zip(requests, owner, samples, strict=True):
-        check_sample(request, sample, version)
-        text = run.decode(list(sample.tokens))
-        replies.append({"mode": mode, "prompt_id": prompt_id, "text": text, "tokens": len(sample.tokens),
-                        "finish_reason": sample.finish_reason})  # fmt: skip
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="eval") as pool:
+        played = [
+            pool.submit(_play, run, engines, version, prompt, mode) for prompt in prompts.values() for mode in MODES
+        ]
+        replies = report.work(lambda: [reply for future in played for reply in future.result()])
     verdicts = report.work(lambda: run.verifier.score(verifier_items(run, replies)))
     for reply, verdict in zip(replies, verdicts, strict=True):
         if verdict["score"] is None:
@@ -95,9 +82,48 @@ def _measure(run: Run, version: int, report: StageReport) -> list[dict[str, Any]
     return _per_question(run.name, version, replies)
 
 
+def _held_out(run: Run) -> list[str]:
+    where = {"dataset": run.dataset, "split": "eval"}
+    rows = run.lake.read("prompts", where, ["prompt_id", "position"]).to_pylist()
+    if not rows:
+        raise StageError(f"dataset {run.dataset} has no held-out prompts to evaluate on; raise data.eval_prompts")
+    return [row["prompt_id"] for row in sorted(rows, key=lambda row: row["position"])]
+
+
+def _play(run: Run, engines: Engines, version: int, prompt: dict[str, Any], mode: str) -> list[dict[str, Any]]:
+    """One question in one mode; a try that fails is made once more, since accuracy needs every reply."""
+    fitting_prompt(run, prompt)
+    key = f"{run.name}-eval-v{version}-{prompt['prompt_id']}-{mode}"
+    count = 1 if mode == "greedy" else run.spec.evals.samples
+    tasks = [
+        Task(f"{key}{n}", n, counter_seed(run.spec.seed, "eval", prompt["prompt_id"], mode, n)) for n in range(count)
+    ]
+    done: dict[int, Trajectory] = {}
+    for attempt in range(TRIES):
+        missing = [replace(task, attempt=attempt) for task in tasks if task.sample not in done]
+        outcomes = run.play(missing, prompt, lambda requests, _: engines.generate(requests), key, mode == "greedy")
+        done |= {o[0].sample: o[0] for o in outcomes if not isinstance(o, Failed)}
+        if len(done) == count:
+            break
+    else:
+        failed = next(outcome for outcome in outcomes if isinstance(outcome, Failed))
+        raise StageError(
+            f"version {version}, question {prompt['prompt_id']}: {failed.kind} in {TRIES} tries, last {failed.detail}; "
+            "accuracy needs every reply"
+        )
+    for trajectory in done.values():
+        if odd := {span[0] for span in trajectory.versions} - {version}:
+            raise StageError(f"{trajectory.trajectory_id}: sampled by versions {sorted(odd)}, expected only {version}")
+    return [
+        {"mode": mode, "prompt_id": prompt["prompt_id"], "text": done[n].text, "messages": as_json(done[n].messages),
+         "tokens": sum(done[n].loss_mask), "finish_reason": done[n].finish_reason}
+        for n in range(count)
+    ]  # fmt: skip
+
+
 def _per_question(run: str, version: int, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
-    for mode in ("greedy", "sampled"):
+    for mode in MODES:
         for prompt_id in dict.fromkeys(r["prompt_id"] for r in replies):
             some = [r for r in replies if r["mode"] == mode and r["prompt_id"] == prompt_id]
             rows.append({

@@ -1,61 +1,39 @@
-"""Stage 2: draw the step's prompts and sample a group of replies for each."""
+"""Stage 2: the batch of a step: groups of trajectories that are new enough, in the order of their prompts.
+
+Who draws them, and how far ahead of the step, is the pump's business (`resources.rollouts.pump`); a synchronous run
+draws exactly the step's own.
+"""
 
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from furlong.ops import records
-from furlong.ops.identity import counter_seed
-from furlong.ops.protocols import GenerateRequest, Sample
-from furlong.ops.stages.chain import check_repeatable, starting_version
+from furlong.ops.protocols import GenerateRequest, LakeLike, Sample
+from furlong.ops.stages.chain import batch_groups, check_repeatable, starting_version
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
-from furlong.ops.tasks.prompts import draw
 
 
 def rollouts(run: Run, key: StepKey) -> StageReport:
-    """Commit `trajectories`, then `groups`: once the groups stand, so do all their trajectories."""
+    """Commit one row of `batches`; its groups, trajectories and routings are in the lake by then."""
     with reporting("rollouts", key) as report:
-        known = run.lake.read("groups", {"run": key.run, "step": key.step})
-        groups = known.filter(pc.field("attempt") == key.attempt)
-        trajectories = run.lake.read("trajectories", key.columns()) if groups.num_rows else None
-        if trajectories is None:
+        known = run.lake.read("batches", {"run": key.run, "step": key.step})
+        rows = known.filter(pc.field("attempt") == key.attempt).to_pylist()
+        if not rows:
             check_repeatable(run.lake, key, max(known["attempt"].to_pylist(), default=0))
             version = starting_version(run.lake, key)
-            groups = _groups(run, key, version)
-            trajectories = run.lake.read("trajectories", key.columns())
-            if not trajectories.num_rows:
-                trajectories = _trajectories(run, key, groups, version, report)
-                report.note(run.lake.commit_once("trajectories", key.columns(), trajectories))
-            report.note(run.lake.commit_once("groups", key.columns(), groups))
-        report.values = _summary(groups, trajectories)
+            rows = [report.work(lambda: run.pump.gather(key, version))]
+            report.note(run.lake.commit_once("batches", key.columns(), records.rows("batches", rows)))
+        report.values = _summary(run.lake, key, rows[0])
     return report
-
-
-def _groups(run: Run, key: StepKey, version: int) -> pa.Table:
-    spec = run.spec
-    positions = draw(run.train_prompts, key.step, spec.algorithm.prompts_per_step, spec.seed)
-    wanted = {"dataset": run.dataset, "split": "train", "position": sorted(set(positions))}
-    drawn = run.lake.read("prompts", wanted, ["position", "prompt_id", "question"]).to_pylist()
-    by_position = {row["position"]: row for row in drawn}
-    rows = []
-    for index, position in enumerate(positions):
-        prompt = by_position[position]
-        rows.append({
-            **key.columns(), "group_id": f"{key.run}-{key.step:05d}.{key.attempt}-g{index:03d}", "dataset": run.dataset,
-            "prompt_id": prompt["prompt_id"], "prompt_tokens": fitting_prompt(run, prompt),
-            "samples": spec.algorithm.samples_per_prompt, "weights_version": version,
-        })  # fmt: skip
-    return records.rows("groups", rows)
 
 
 def fitting_prompt(run: Run, prompt: dict[str, Any]) -> list[int]:
     """The prompt's token ids; StageError when prompt and longest reply do not fit the model's context."""
-    ids = run.render(prompt["question"])
+    ids = run.render(prompt)
     room, limit = run.context_length, run.spec.sampling.max_new_tokens
     if len(ids) + limit > room:
         raise StageError(
@@ -65,68 +43,52 @@ def fitting_prompt(run: Run, prompt: dict[str, Any]) -> list[int]:
     return ids
 
 
-def _trajectories(run: Run, key: StepKey, groups: pa.Table, version: int, report: StageReport) -> pa.Table:
-    requests, owners = [], []
-    for group in groups.to_pylist():
-        for sample in range(group["samples"]):
-            index = group["group_id"].rsplit("-", 1)[1]
-            seed = counter_seed(run.spec.seed, key.step, key.attempt, index, group["prompt_id"], sample)
-            name = f"{group['group_id']}-s{sample:02d}"
-            requests.append(
-                GenerateRequest(
-                    request_id=name,
-                    prompt=tuple(group["prompt_tokens"]),
-                    seed=seed,
-                    max_new_tokens=run.spec.sampling.max_new_tokens,
-                    temperature=run.spec.sampling.temperature,
-                )
-            )
-            owners.append((group, sample))
-    engines = run.engines_at(version)
-    started = time.time()
-    samples = report.work(lambda: engines.generate(requests))
-    fingerprint = engines.fingerprint()
-    rows = []
-    for request, (group, index), sample in zip(requests, owners, samples, strict=True):
-        check_sample(request, sample, version)
-        blank = len(request.prompt)
-        rows.append({
-            **key.columns(), "trajectory_id": request.request_id, "group_id": group["group_id"],
-            "prompt_id": group["prompt_id"], "sample": index, "tokens": [*request.prompt, *sample.tokens],
-            "logprobs": [None] * blank + list(sample.logprobs),
-            "loss_mask": [False] * blank + [True] * len(sample.tokens),
-            "version_spans": [{"version": v, "start": a + blank, "end": b + blank} for v, a, b in sample.versions],
-            "finish_reason": sample.finish_reason, "seed": request.seed,
-            "text": run.decode(list(sample.tokens)), "engine": fingerprint, "started_at": started,
-            "seconds": sample.seconds,
-        })  # fmt: skip
-    return records.rows("trajectories", rows)
-
-
-def check_sample(request: GenerateRequest, sample: Sample, version: int) -> None:
-    """Refuse a sample that is not a whole, finite reply of this request under this version."""
+def check_sample(request: GenerateRequest, sample: Sample) -> None:
+    """Refuse a sample that is not a finite reply to this request with a weights version for every token."""
     name = request.request_id
     if sample.request_id != name:
         raise StageError(f"engine answered {sample.request_id} for {name}; restart the engine with `make down`")
-    if not sample.tokens or len(sample.tokens) != len(sample.logprobs):
-        raise StageError(f"trajectory {name}: {len(sample.tokens)} tokens but {len(sample.logprobs)} log-probabilities")
-    bad = [t for t, value in enumerate(sample.logprobs) if not math.isfinite(value) or value > 0]
-    if bad:
+    counts = [len(sample.tokens), len(sample.logprobs), len(sample.model_logprobs)]
+    if len(set(counts)) > 1:
+        raise StageError(f"reply {name}: {counts[0]} tokens but {counts[1]} and {counts[2]} log-probabilities")
+    for values in (sample.logprobs, sample.model_logprobs):
+        bad = [t for t, value in enumerate(values) if not math.isfinite(value) or value > 0]
+        if bad:
+            raise StageError(
+                f"reply {name}: log-probability {values[bad[0]]} at token {bad[0]}; it was not committed; check the "
+                "weights version's digest and the engine's log"
+            )
+    edges = [0, *(end for _, _, end in sample.versions)]
+    if [start for _, start, _ in sample.versions] != edges[:-1] or edges[-1] != counts[0]:
         raise StageError(
-            f"trajectory {name}: log-probability {sample.logprobs[bad[0]]} at reply token {bad[0]}; nothing was "
-            "committed; check the weights version's digest and the engine's log"
+            f"reply {name}: the weights versions {sample.versions} do not cover its {counts[0]} tokens; a token without "
+            "a version is never trained on; restart the engine"
         )
-    if [span[0] for span in sample.versions] != [version]:
-        raise StageError(f"trajectory {name}: sampled by versions {sample.versions}, expected only {version}")
 
 
-def _summary(groups: pa.Table, trajectories: pa.Table) -> dict[str, Any]:
-    lengths = [sum(mask) for mask in trajectories["loss_mask"].to_pylist()]
-    reasons = trajectories["finish_reason"].to_pylist()
+def batch_rows(lake: LakeLike, key: StepKey, table: str, columns: list[str]) -> list[dict[str, Any]]:
+    """Rows of a per-trajectory or per-group table that belong to the batch of a step, wherever they were drawn for."""
+    groups = batch_groups(lake, key)
+    names = [group["group_id"] for group in groups]
+    where = {"run": key.run, "step": sorted({group["step"] for group in groups})}
+    if table == "rewards":
+        rows = lake.read(table, where, columns).to_pylist()
+        return [row for row in rows if row["trajectory_id"].rpartition("-s")[0] in set(names)]
+    return lake.read(table, where | {"group_id": names}, columns).to_pylist()
+
+
+def _summary(lake: LakeLike, key: StepKey, batch: dict[str, Any]) -> dict[str, Any]:
+    rows = batch_rows(lake, key, "trajectories", ["loss_mask", "finish_reason", "turns"])
+    lengths = [sum(row["loss_mask"]) for row in rows]
     return {
-        "trajectories": len(lengths),
+        "trajectories": len(rows),
         "reply_tokens": sum(lengths),
         "mean_reply_tokens": sum(lengths) / len(lengths),
-        "stopped_fraction": reasons.count("stop") / len(reasons),
-        "weights_version": groups["weights_version"][0].as_py(),
+        "stopped_fraction": sum(row["finish_reason"] == "stop" for row in rows) / len(rows),
+        "turns": sum(row["turns"] for row in rows) / len(rows),
+        "weights_version": batch["version"],
+        "staleness_mean": batch["staleness_mean"],
+        "staleness_max": batch["staleness_max"],
+        "passed_over": batch["passed_over"],
+        "waiting_groups": batch["waiting_groups"],
     }

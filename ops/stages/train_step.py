@@ -6,12 +6,12 @@ from collections import Counter
 from typing import Any
 
 from furlong.ops import records
-from furlong.ops.stages.chain import next_version, one_row
+from furlong.ops.stages.chain import batch_groups, next_version, one_row, starting_version
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
 
 SHOWN = (
     "reward_mean", "loss", "grad_norm", "learning_rate", "tokens_trained", "clip_fraction", "entropy",
-    "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3", "version_before", "version_after",
+    "mismatch_coverage", "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3", "version_before", "version_after",
     "digest_before", "digest_after", "batch_digest",
 )  # fmt: skip
 
@@ -21,12 +21,12 @@ def train_step(run: Run, key: StepKey) -> StageReport:
     with reporting("train_step", key) as report:
         row = one_row(run.lake, "steps", key.columns())
         if row is None:
-            drawn = run.lake.read("groups", key.columns(), ["weights_version"])["weights_version"].to_pylist()
-            if not drawn:
-                raise StageError(f"{key}: there are no groups to train on; run its rollouts first")
+            if not batch_groups(run.lake, key):
+                raise StageError(f"{key}: there is no batch to train on; run its rollouts first")
+            before = starting_version(run.lake, key)
             record = report.work(lambda: run.trainer.take_step(key.step, key.attempt))
             after = next_version(run.lake, key)
-            row = {**key.columns(), **record, "version_before": drawn[0], "version_after": after}
+            row = {**key.columns(), **record, "version_before": before, "version_after": after}
             report.note(run.lake.commit_once("steps", key.columns(), records.rows("steps", [row])))
         report.values = {name: row[name] for name in SHOWN} | _dispositions(row)
     return report

@@ -16,8 +16,11 @@ from furlong.ops import records
 from furlong.ops.protocols import Attestation
 from furlong.ops.stages.chain import anchor_due, committed_step, one_row, version_row
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
+from furlong.ops.stages.rollouts import batch_rows
 
-NUMBERS = ("loss", "grad_norm", "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3")
+NUMBERS = ("loss", "grad_norm", "mismatch_coverage")
+MISMATCH = ("mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3")
+"""Measured where the step has tokens that its own starting weights have sampled, which a synchronous step always has."""
 
 
 def weight_publish(run: Run, key: StepKey) -> StageReport:
@@ -61,9 +64,13 @@ def _gate(run: Run, key: StepKey) -> dict[str, Any]:
             f"published any more; run attempt {newest}, or 0 for the current one"
         )
     bad = [name for name in NUMBERS if not math.isfinite(step[name])]
+    if step["mismatch_coverage"] > 0:
+        bad += [name for name in MISMATCH if step[name] is None or not math.isfinite(step[name])]
+    elif step["tokens_trained"] and run.spec.staleness == 0:
+        bad.append("mismatch_coverage")
     if bad:
         raise StageError(f"{key}: {bad[0]} is {step[bad[0]]}, so its weights are not published; inspect its rollouts")
-    sampled = run.lake.read("trajectories", key.columns(), ["trajectory_id"])["trajectory_id"].to_pylist()
+    sampled = [row["trajectory_id"] for row in batch_rows(run.lake, key, "trajectories", ["trajectory_id"])]
     if sorted(sampled) != sorted(outcome["trajectory_id"] for outcome in step["outcomes"]):
         raise StageError(
             f"{key}: {len(sampled)} trajectories were sampled but {len(step['outcomes'])} are accounted for; "

@@ -31,22 +31,40 @@ def load_tokenizer(folder: str | Path) -> ChatTokenizer:
     Raises:
         ValueError: a file is missing or holds no chat template or stop token; the message names it.
     """
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import Tokenizer
 
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder} has no tokenizer.json; save the model's fast tokenizer there")
     config = _read_json(folder / "tokenizer_config.json")
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals["raise_exception"] = _refuse
     return ChatTokenizer(
         encoder=Tokenizer.from_file(str(folder / "tokenizer.json")),
-        template=environment.from_string(_template(folder, config)),
+        template=compile_template(_template(folder, config)),
         special={key: _content(value) for key, value in config.items() if key.endswith("_token") and value},
         stop_ids=frozenset(stop_token_ids(folder)),
     )
+
+
+def compile_template(source: str) -> Any:
+    """A chat template with what transformers offers to one, except the clock: prompts must not change overnight."""
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks replies for loss masks, which are made from what was sampled instead."""
+
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(source)
 
 
 def stop_token_ids(folder: Path) -> tuple[int, ...]:
@@ -92,6 +110,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _content(value: Any) -> str:
     return value["content"] if isinstance(value, dict) else value
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    # jinja2's own filter writes < and > as escapes, for web pages
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -21,20 +21,23 @@ class Judgement(NamedTuple):
     extracted: str | None
     """The answer found in the reply; None when there is none."""
     score: float
-    """In [0, 1]; 1 is accepted."""
+    """In [0, 1]."""
     detail: str = ""
     """One line for a person."""
+    accepted: bool | None = None
+    """None for all or nothing: a score of 1 is accepted, and any other counts as 0. Otherwise the score counts as it is,
+    and this says whether the verdict is `correct` or `incorrect`."""
 
 
 def score_reply(item: dict[str, str]) -> dict[str, Any]:
     """Give {verdict, score, extracted, detail} for one reply.
 
-    Rewards are all or nothing: reasoning-gym's partial credit measures overlap of strings, which would pay
-    "12" half the reward of the answer "2".
+    The verifiers of this module are all or nothing: reasoning-gym's partial credit measures overlap of strings, which
+    would pay "12" half the reward of the answer "2".
 
     Args:
-        item: a row of table `prompts` plus `reply` (text without the stop token) and `finish_reason`. `verifier` is
-            "module:function"; the function takes (reply, the decoded `entry`) and returns a Judgement.
+        item: a row of table `prompts` plus `reply` (text without the stop token), `finish_reason` and, where there are
+            any, `messages` (the whole conversation as JSON). `verifier` is "module:function"; see `judge`.
     Raises:
         ValueError: an unknown finish reason or verifier, or a score outside [0, 1]. Whatever the verifier raises.
     """
@@ -42,13 +45,48 @@ def score_reply(item: dict[str, str]) -> dict[str, Any]:
         raise ValueError(f"finish_reason {item['finish_reason']!r} is not stop, length or abort; mend the engine")
     if item["finish_reason"] != "stop":
         return _verdict(Verdict.TRUNCATED, 0.0, "", f"the reply did not end by itself ({item['finish_reason']})")
-    found = resolve(item["verifier"])(item["reply"], json.loads(item["entry"]))
+    found = judge(item["verifier"], item, json.loads(item["entry"]))
     if found.extracted is None:
         return _verdict(Verdict.UNPARSABLE, 0.0, "", found.detail or "no answer found in the reply")
+    accepted, score = counted(found)
+    return _verdict(Verdict.CORRECT if accepted else Verdict.INCORRECT, score, found.extracted, found.detail)
+
+
+def counted(found: Judgement) -> tuple[bool, float]:
+    """Whether a verifier accepted the reply, and the score that counts."""
+    if found.extracted is None:
+        return False, 0.0
+    if found.accepted is None:
+        return found.score == 1, float(found.score == 1)
+    return found.accepted, float(found.score)
+
+
+def judge(verifier: str, item: dict[str, str], entry: dict[str, Any]) -> Judgement:
+    """What a verifier says of a reply. Verifiers that combine others call this for each.
+
+    The function takes (reply, the decoded `entry`) and, by name, as many of `question`, `answer` and `messages` (the
+    decoded conversation, the reply included) as it wants, or `item` for all there is.
+
+    Raises:
+        ValueError: an unknown verifier, or a score outside [0, 1]. Whatever the verifier raises.
+    """
+    function = resolve(verifier)
+    offered = {"item": item, "question": item.get("question", ""), "answer": item.get("answer", "")}
+    wanted = inspect.signature(function).parameters.keys()
+    if "messages" in wanted:
+        offered["messages"] = json.loads(item.get("messages") or "[]")
+    found = function(item["reply"], entry, **{name: value for name, value in offered.items() if name in wanted})
     if not (isinstance(found.score, int | float) and math.isfinite(found.score) and 0 <= found.score <= 1):
-        raise ValueError(f"{item['verifier']} gave the score {found.score!r}; it must return a number in [0, 1]")
-    accepted = found.score == 1
-    return _verdict(Verdict.CORRECT if accepted else Verdict.INCORRECT, float(accepted), found.extracted, found.detail)
+        raise ValueError(f"{verifier} gave the score {found.score!r}; it must return a number in [0, 1]")
+    return found
+
+
+_MODULE = re.compile(r'"verifier": *"([\w.]+):')
+
+
+def modules(item: dict[str, str]) -> frozenset[str]:
+    """Modules of all verifiers that scoring this item takes, those wrapped by others included."""
+    return frozenset([item["verifier"].partition(":")[0], *_MODULE.findall(item["entry"])])
 
 
 def resolve(verifier: str) -> Any:
@@ -61,9 +99,10 @@ def resolve(verifier: str) -> Any:
 
 
 def verifier_version(verifier: str) -> str:
-    """16 hex digits that change with the source of the verifier's module or the version of reasoning-gym."""
+    """16 hex digits that change with the source of the verifier's module and the versions of the libraries that judge."""
     source = inspect.getsource(inspect.getmodule(resolve(verifier)))
-    return hashlib.blake2b(f"{source}\0{version('reasoning-gym')}".encode(), digest_size=8).hexdigest()
+    libraries = "\0".join(version(name) for name in ("reasoning-gym", "math-verify"))
+    return hashlib.blake2b(f"{source}\0{libraries}".encode(), digest_size=8).hexdigest()
 
 
 def exact(reply: str, entry: dict[str, Any]) -> Judgement:
@@ -98,12 +137,15 @@ def extract_integer(text: str) -> str | None:
     if not matches or matches[-1].group(1):
         return None
     digits = matches[-1].group().replace(",", "").lstrip("0") or "0"
-    before = text[: matches[-1].start()]
-    if before[-1:] not in ("-", "\u2212") or digits == "0":
-        return digits
+    return f"-{digits}" if digits != "0" and is_negative(text[: matches[-1].start()]) else digits
+
+
+def is_negative(before: str) -> bool:
+    """Whether the text before a number ends in its sign; see `extract_integer`."""
+    if before[-1:] not in ("-", "\u2212"):
+        return False
     operand = before[:-1]
-    is_difference = operand[-1:].isalnum() or operand.rstrip()[-1:].isdigit() or operand.rstrip().endswith(")")
-    return digits if is_difference else f"-{digits}"
+    return not (operand[-1:].isalnum() or operand.rstrip()[-1:].isdigit() or operand.rstrip().endswith(")"))
 
 
 def _gym(answer: str, entry: dict[str, Any]) -> Judgement:

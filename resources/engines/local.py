@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,9 @@ import torch
 
 from furlong.ops.policy.architecture import read_architecture, read_stop_ids
 from furlong.ops.policy.checkpoint import DTYPES
+from furlong.ops.policy.generate import check_requests
+from furlong.ops.policy.live import Live
 from furlong.ops.policy.packed_linear import kernel_name
-from furlong.ops.policy.wave import Live
 from furlong.ops.protocols import Attestation, GenerateRequest, Sample
 from furlong.ops.weights.delta import DeltaError
 from furlong.ops.weights.digest import weights_digest
@@ -27,6 +30,8 @@ from furlong.resources.engines.incoming import (
     check_rows,
 )
 from furlong.resources.engines.one_rank import OneRank
+from furlong.resources.engines.outbox import Outbox
+from furlong.resources.engines.scheduler import Scheduler
 from furlong.resources.engines.step_gate import EngineError, StepGate
 from furlong.resources.engines.turns import short_turns
 from furlong.resources.weights.fence import FenceGuard
@@ -36,20 +41,25 @@ if TYPE_CHECKING:
 
     from furlong.resources.engines.tp_leader import TpRanks
 
-BUSY_DEADLINE = 60.0
-"""Seconds a call to generate waits for the one before it, which may be winding down after an abort."""
+LOOK_SECONDS = 10.0
+"""How often a thread that waits for replies looks whether they can still come."""
+INFLIGHT = ("in_place", "retract")
+"""What `activate` may do to the keys and values of replies under way."""
 STAGING_DEADLINE = 600.0
 """Seconds a call that changes or digests weights waits for the one before it."""
 
 
 class LocalEngine:
-    """Implements `ops.protocols.Engine`: one thread generates, any other may stage, attest, pause, abort or flip.
+    """Implements `ops.protocols.Engine`: one thread draws, any others submit, collect, stage, attest, pause, abort or flip.
 
     Two versions at most are held, the live one and either a staged or the previous one: the others are forgotten as
     soon as a new version has passed its first checks, so that a machine needs memory for two.
     """
 
-    def __init__(self, folder: str, version: int, dtype: str, threads: int, stop_ids: Sequence[int] = (), tp: int = 1):
+    def __init__(
+        self, folder: str, version: int, dtype: str, threads: int, stop_ids: Sequence[int] = (), tp: int = 1,
+        batch_invariant: bool = True,
+    ):  # fmt: skip
         """
         Args:
             folder: a model in Hugging Face layout, served as `version`.
@@ -58,6 +68,8 @@ class LocalEngine:
             threads: of PyTorch in all ranks together; 0 for as many as this process was started with.
             stop_ids: tokens that end a reply; those of the folder's configuration when empty.
             tp: processes that the weights are split over, this one included.
+            batch_invariant: tokens and log-probabilities of a reply are the same bits whatever runs beside it and
+                however its tokens came to be fed; costs what `benchmarks/rollout_decode.py` prints.
         Raises:
             ModelError: the folder cannot be used; the message names file and tensor.
             EngineError: an unknown dtype, a stop id outside the vocabulary, a model that cannot be split by `tp`, or
@@ -68,6 +80,7 @@ class LocalEngine:
         self._threads = max(1, (threads or torch.get_num_threads()) // max(1, tp))
         self._dtype = dtype
         self._tp = tp
+        self._invariant = batch_invariant
         self._architecture = read_architecture(folder)
         if tp not in (sizes := self._architecture.splits()):
             raise EngineError(
@@ -79,7 +92,7 @@ class LocalEngine:
         if odd:
             raise EngineError(f"stop id {odd[0]} is outside the vocabulary of {self._architecture.vocab}; correct it")
         self._fence = FenceGuard()
-        self._generating = threading.Lock()
+        self._outbox = Outbox()
         self._staging = threading.Lock()
         self._staged: Live | None = None
         self._previous: Live | None = None
@@ -92,20 +105,48 @@ class LocalEngine:
         except BaseException:
             self._ranks.close()
             raise
+        self._scheduler = Scheduler(
+            self._ranks, self._gate, self._outbox, self._architecture, partial(torch.set_num_threads, self._threads)
+        )
+
+    def submit(self, requests: list[GenerateRequest]) -> None:
+        """See `Engine.submit`.
+
+        Raises:
+            RequestError: an unusable request; none has begun.
+            EngineError: a rank is lost.
+        """
+        self._ranks.check()
+        check_requests(requests, self._architecture)
+        self._scheduler.submit([replace(r, stop_ids=(*r.stop_ids, *self._stop_ids)) for r in requests])
+
+    def collect(self, seconds: float, taken: list[str]) -> list[Sample]:
+        """See `Engine.collect`.
+
+        Raises:
+            NonFiniteLogits: naming requests that the weights cannot serve, once; they are forgotten.
+            Others: whatever ended all requests, once; they are forgotten.
+        """
+        self._ranks.check()
+        return self._outbox.collect(seconds, taken)
 
     def generate(self, requests: list[GenerateRequest]) -> list[Sample]:
-        """See `ops.policy.generate.generate`; EngineError when another call is under way and does not end."""
-        if not self._generating.acquire(timeout=BUSY_DEADLINE):
-            raise EngineError(
-                f"another generate has been running for over {BUSY_DEADLINE:.0f} s; wait for it, or abort() it first"
-            )
-        try:
-            self._ranks.check()
-            self._use_threads()
-            with self._gate.admitted(request.request_id for request in requests):
-                return self._ranks.generate(requests, self._stop_ids, self._gate)
-        finally:
-            self._generating.release()
+        """See `Engine.generate`; errors as of `submit` and `collect`, upon which the other requests are ended."""
+        names = [request.request_id for request in requests]
+        check_requests(requests, self._architecture)
+        with self._outbox.claimed(names):
+            try:
+                self.submit(requests)
+                while True:
+                    try:
+                        return self._outbox.wait(names, LOOK_SECONDS)
+                    except TimeoutError:
+                        self._ranks.check()
+            except BaseException:
+                # Ended before this returns, so that the same ids may be asked for again at once.
+                self._gate.abort(names)
+                self._gate.wait_finished(names, LOOK_SECONDS)
+                raise
 
     def abort(self, request_ids: list[str] | None = None) -> int:
         self._ranks.check()
@@ -189,8 +230,13 @@ class LocalEngine:
                 self._staged = made
             return proof
 
-    def activate(self, version: int, fence: int) -> None:
-        """Flip; harmless when `version` is live and nothing is staged; EngineError when it is not the one staged."""
+    def activate(self, version: int, fence: int, inflight: str = "in_place") -> None:
+        """Flip; harmless when `version` is live and nothing is staged; EngineError when it is not the one staged.
+
+        A reply that was put off because memory for keys and values ran out has them computed again either way.
+        """
+        if inflight not in INFLIGHT:
+            raise EngineError(f"inflight={inflight!r} is unknown; give one of {', '.join(INFLIGHT)}")
         with self._changing(fence):
             live, staged = self._gate.live, self._staged
             if staged is None and live.version == version:
@@ -198,7 +244,7 @@ class LocalEngine:
             if staged is None or staged.version != version:
                 held = "nothing" if staged is None else f"version {staged.version}"
                 raise EngineError(f"version {version} is not staged ({held} is); stage it first")
-            self._gate.exchange(staged)
+            self._gate.exchange(staged, retract=inflight == "retract")
             self._staged, self._previous = None, live
 
     def revert(self, version: int, fence: int) -> None:
@@ -222,7 +268,8 @@ class LocalEngine:
             return self._prove(self._gate.live)
 
     def health(self) -> dict[str, Any]:
-        """`digest` is that of the live version, None until it was attested; `fence` the highest seen."""
+        """`digest` is that of the live version, None until it was attested; `fence` the highest seen; `running` are the
+        requests that have not finished, `waiting` those of them that have not begun."""
         self._ranks.check()
         live, staged = self._gate.live, self._staged
         return {
@@ -233,6 +280,7 @@ class LocalEngine:
             "fence": self._fence.highest,
             "tp": self._tp,
             "running": self._gate.running,
+            "waiting": self._scheduler.waiting,
             "paused": self._gate.paused,
             "resident_bytes": self._ranks.resident_bytes(),
         }
@@ -241,21 +289,23 @@ class LocalEngine:
         """Everything that may change a reply's last bits, in words."""
         arch = self._architecture
         split = f"tp={self._tp} " if self._tp > 1 else ""
+        rows = "" if self._invariant else "rows=any "
         return (
             f"LocalEngine {arch.kind} {arch.layers}x{arch.hidden} {self._dtype} kernel={kernel_name(DTYPES[self._dtype])} "
-            f"cpu={torch.backends.cpu.get_cpu_capability()} {split}threads={self._threads} torch={torch.__version__}"
+            f"cpu={torch.backends.cpu.get_cpu_capability()} {split}{rows}threads={self._threads} torch={torch.__version__}"
         )
 
     def close(self) -> None:
-        """End the other ranks' processes; they also end with this one."""
+        """End running requests and the other ranks' processes; these also end with this one."""
+        self._gate.abort(None)
         self._ranks.close()
 
     def _make_ranks(self) -> OneRank | TpRanks:
         if self._tp == 1:
-            return OneRank(self._architecture, DTYPES[self._dtype], self._threads)
+            return OneRank(self._architecture, DTYPES[self._dtype], self._threads, self._invariant)
         from furlong.resources.engines.tp_leader import TpRanks
 
-        return TpRanks(self._architecture, self._dtype, self._tp, self._threads)
+        return TpRanks(self._architecture, self._dtype, self._tp, self._threads, self._invariant)
 
     @contextmanager
     def _changing(self, fence: int | None) -> Iterator[None]:

@@ -11,26 +11,24 @@ import pyarrow as pa
 import torch
 
 from furlong.ops.policy.architecture import Architecture
-from furlong.ops.policy.generate import generate
-from furlong.ops.policy.kv_cache import CachePool
+from furlong.ops.policy.batch import Batch, Ended, Turn
+from furlong.ops.policy.live import Live
 from furlong.ops.policy.shard import pieces
-from furlong.ops.policy.wave import Live
-from furlong.ops.protocols import GenerateRequest, Sample
 from furlong.ops.weights.digest import tensor_digest
 from furlong.ops.weights.layout import Offer, Piece
 from furlong.resources.engines.rank import Rank
-from furlong.resources.engines.step_gate import StepGate
 
 
 class OneRank:
     """Makes weights versions, digests them, and generates with them."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype, threads: int):
+    def __init__(self, architecture: Architecture, dtype: torch.dtype, threads: int, invariant: bool):
         self._architecture = architecture
         self._threads = threads
         self._rank = Rank(architecture, dtype)
         self._serials = count(1)
-        self._pool = CachePool()
+        self._invariant = invariant
+        self.clear()
 
     def check(self) -> None:
         """Nothing here can be lost but the process itself."""
@@ -58,9 +56,17 @@ class OneRank:
         with ThreadPoolExecutor(self._threads) as pool:
             return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
 
-    def generate(self, requests: list[GenerateRequest], stop_ids: tuple[int, ...], gate: StepGate) -> list[Sample]:
-        """See `ops.policy.generate.generate`."""
-        return generate(requests, self._architecture, stop_ids, gate, self._pool)
+    @property
+    def waiting(self) -> int:
+        return self._batch.waiting
+
+    def turn(self, turn: Turn, live: Live | None) -> Ended:
+        """See `Batch.turn`."""
+        return self._batch.turn(turn, live)
+
+    def clear(self) -> None:
+        """Begin with an empty batch."""
+        self._batch = Batch(self._architecture, self._architecture, self._invariant)
 
     def resident_bytes(self) -> int:
         return psutil.Process().memory_info().rss

@@ -11,8 +11,8 @@ from torch import Tensor
 from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.checkpoint import is_extra, read_tensors
 from furlong.ops.policy.decoder import Decoder
+from furlong.ops.policy.live import Live
 from furlong.ops.policy.shard import WHOLE, Exchange, Shard, part_of, pieces
-from furlong.ops.policy.wave import Live
 from furlong.ops.weights.delta import apply
 from furlong.ops.weights.layout import Offer, whole_piece
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import tempfile
 import threading
@@ -15,23 +16,29 @@ import psutil
 import torch
 from torch import Tensor
 
-from furlong.ops.policy.architecture import read_architecture, read_stop_ids
+from furlong.ops.policy.architecture import Architecture, read_architecture, read_stop_ids
 from furlong.ops.policy.checkpoint import DTYPES, is_extra, read_tensors
+from furlong.ops.policy.manifest import ModelError
 from furlong.ops.protocols import Attestation, GenerateRequest, Sample
 from furlong.ops.weights.delta import apply
 from furlong.ops.weights.digest import tensor_digest, weights_digest
 from furlong.ops.weights.layout import Offer, Piece, whole_piece
 from furlong.resources.engines.incoming import check_base, check_digests, check_origin
-from furlong.resources.engines.sglang_pause import CONTROL_DEADLINE, ServerPause
+from furlong.resources.engines.sglang_http import CONTROL_DEADLINE
+from furlong.resources.engines.sglang_pause import ServerPause
 from furlong.resources.engines.sglang_push import PUSH_DEADLINE, Parcel, Push, Pusher, make_pusher
 from furlong.resources.engines.sglang_requests import ServerRequests
-from furlong.resources.engines.sglang_server import SGLangServer
+from furlong.resources.engines.sglang_server import VERSION, OtherServer, SGLangServer
 from furlong.resources.engines.sglang_weights import Weights, compare, weigh
 from furlong.resources.engines.step_gate import EngineError
 from furlong.resources.weights.fence import FenceGuard
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+HEALTH_DEADLINE = 20.0
+"""Seconds for the scheduler to answer, which takes as long as the step under way."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,13 @@ class SGLangEngine:
 
     SGLang has one set of weights and no shadow. The shadow is in this process; `activate` pauses the server, writes the
     changed tensors into it, reads checksums of all its parameters back, and writes the old ones again if anything is
-    not as it should be. Replies under way keep the keys and values computed before. They are drawn with SGLang's own
-    random numbers: the same seed may give other tokens.
+    not as it should be. A reply that is to be retracted is ended and asked for again with what it has as a prefix: the
+    server's own way would record other experts for tokens that had been sampled already.
+
+    Tokens are drawn by the code of `LocalEngine` with the same random numbers, so a reply is a function of its logits and
+    its seed, interrupted or not, and either engine draws the same one. Its bits are not: SGLang's matrix products are
+    blocked by batch, and by how much of a prompt is in its cache. In float32 that moves log-probabilities by about 1e-6,
+    and another token is drawn where a random number falls that close to the edge between two.
     """
 
     def __init__(
@@ -58,7 +70,8 @@ class SGLangEngine:
         dtype: str,
         threads: int,
         stop_ids: Sequence[int] = (),
-        push: Push = "tensor",
+        url: str = "",
+        push: Push = "auto",
     ):
         """
         Args:
@@ -67,6 +80,9 @@ class SGLangEngine:
             dtype: `bfloat16` or `float32`: format of the weights and of all computation.
             threads: of PyTorch in the server; 0 for as many as this process was started with.
             stop_ids: tokens that end a reply besides those of the folder's configuration.
+            url: `http://host:port` of a server that somebody else has started for this engine alone, on a CPU (on a GPU
+                its checksums are of another kind) and with Furlong's shim; empty to start one. It must serve the folder's
+                weights, or be left over from an engine of this kind.
             push: how new weights get into the server: through shared memory, a process group, or a file.
         Raises:
             ModelError: the folder cannot be used; the message names file and tensor.
@@ -76,26 +92,49 @@ class SGLangEngine:
         if dtype not in DTYPES:
             raise EngineError(f"dtype {dtype!r} is unknown; give one of {', '.join(DTYPES)}")
         self._architecture = read_architecture(folder)
+        if len(self._architecture.expert_layers) not in (0, self._architecture.layers):
+            raise EngineError(
+                f"{folder} has experts in layers {self._architecture.expert_layers} only; SGLang {VERSION} gives every "
+                "layer experts: use the embedded engine"
+            )
         self._dtype, self._threads = dtype, threads or torch.get_num_threads()
         self._fence = FenceGuard()
         # The first is for what is staged; the second, taken inside it, for what is in the server.
         self._staging, self._serving = threading.Lock(), threading.Lock()
         self._staged: _Staged | None = None
         self._previous: Weights | None = None
-        self._flips = 0
+        # Keys and values that a server has kept for another engine, of whatever weights, are not for this one.
+        self._tag, self._flips = secrets.token_hex(4), 0
         self._scratch = Path(tempfile.mkdtemp(prefix="furlong-sglang-"))
-        stops = tuple(stop_ids) or read_stop_ids(folder)
         try:
-            self._server = SGLangServer(folder, version, dtype, self._threads, self._scratch)
+            stops = _all_stop_ids(folder, stop_ids, self._architecture)
+            if url:
+                self._server = OtherServer(url, self._architecture, dtype)
+            else:
+                self._server = SGLangServer(folder, self._architecture, version, dtype, self._threads, self._scratch)
             self._pause = ServerPause(self._server)
-            self._requests = ServerRequests(self._server, self._architecture, stops, lambda: str(self._flips))
+            capacity = self._server.capacity
+            self._requests = ServerRequests(
+                self._server, capacity, self._architecture, stops, lambda: f"{self._tag}.{self._flips}"
+            )
             self._live = self._weigh(version, read_tensors(folder, self._architecture, DTYPES[dtype]))
-            self._server.wait()
+            if isinstance(self._server, SGLangServer):
+                self._server.wait()
             self._pusher: Pusher = make_pusher(push, self._server, self._scratch)
-            self._read_back(self._live)
+            if url:
+                self._take_over()
+            else:
+                self._read_back(self._live)
         except BaseException:
             self.close()
             raise
+
+    def submit(self, requests: list[GenerateRequest]) -> None:
+        """See `ServerRequests.submit`."""
+        self._requests.submit(requests)
+
+    def collect(self, seconds: float, taken: list[str]) -> list[Sample]:
+        return self._requests.collect(seconds, taken)
 
     def generate(self, requests: list[GenerateRequest]) -> list[Sample]:
         """See `ServerRequests.generate`."""
@@ -159,18 +198,22 @@ class SGLangEngine:
             check_base(offer.version, live if offer.base_version is None else offer.base_version, live)
             return self._stage(offer.version, take(offer, engine, 0, self.layout()[0], self._live.tensors))
 
-    def activate(self, version: int, fence: int) -> None:
-        """Put the staged version into the server and read it back.
+    def activate(self, version: int, fence: int, inflight: str = "in_place") -> None:
+        """Put the staged version into the server and read it back; harmless when it is live and nothing is staged.
 
         Raises:
             EngineError: `version` is not the one staged; or the server did not take it. Then the version before serves
                 again, or, where even that failed, the server has been ended; the message says which.
         """
+        if inflight not in ("in_place", "retract"):
+            raise EngineError(f"inflight={inflight!r} is unknown; give in_place or retract")
         with self._as_publisher(fence):
+            if self._staged is None and self._live.version == version:
+                return
             if self._staged is None or self._staged.weights.version != version:
                 held = "nothing" if self._staged is None else f"version {self._staged.weights.version}"
                 raise EngineError(f"version {version} is not staged ({held} is); stage it first")
-            self._exchange(self._staged.weights, self._staged.parcel)
+            self._exchange(self._staged.weights, self._staged.parcel, inflight == "retract")
             self._drop_staged()
 
     def revert(self, version: int, fence: int) -> None:
@@ -198,18 +241,23 @@ class SGLangEngine:
             return self._attestation(self._live)
 
     def health(self) -> dict[str, Any]:
-        """As in the protocol; EngineError when the server does not answer."""
+        """As in the protocol; EngineError when the server does not answer. `digest` is what was last read back from it."""
         # Answered by the scheduler, also while it is paused; /health is answered without it.
-        self._server.get("/server_info", CONTROL_DEADLINE)
-        guard = psutil.Process(self._server.pid)
-        staged = self._staged
+        self._server.get("/server_info", HEALTH_DEADLINE)
+        live, staged, capacity = self._live, self._staged, self._server.capacity
         return {
             "engine": self.fingerprint(),
-            "version": self._live.version,
+            "version": live.version,
+            "digest": weights_digest(live.digests),
             "staged": None if staged is None else staged.weights.version,
+            "fence": self._fence.highest,
             "running": self._requests.running,
+            "waiting": self._requests.waiting,
             "paused": self._pause.paused,
-            "resident_bytes": sum(p.memory_info().rss for p in [psutil.Process(), *guard.children(recursive=True)]),
+            "most_running": capacity.running,
+            "most_tokens": capacity.tokens,
+            "longest": capacity.longest,
+            "resident_bytes": psutil.Process().memory_info().rss + self._server.resident_bytes,
         }
 
     def fingerprint(self) -> str:
@@ -222,7 +270,7 @@ class SGLangEngine:
 
     def close(self) -> None:
         """End the server; the engine is of no use afterwards."""
-        for part in ("_pause", "_pusher", "_server"):
+        for part in ("_requests", "_pause", "_pusher", "_server"):
             # One that failed to start has not all of them.
             if hasattr(self, part):
                 getattr(self, part).close()
@@ -247,11 +295,13 @@ class SGLangEngine:
         if staged:
             self._pusher.drop(staged.parcel)
 
-    def _exchange(self, weights: Weights, parcel: Parcel) -> None:
+    def _exchange(self, weights: Weights, parcel: Parcel, retract: bool = False) -> None:
         """Make `weights` live while nothing is decoded; after a failure the ones before are live, or no server is."""
         before = self._live
         with self._serving, self._pause.changing():
             try:
+                if retract:
+                    self._requests.retract(before.version)
                 self._put(weights, parcel)
             except BaseException as err:
                 self._put_back(before, parcel, err)
@@ -286,8 +336,25 @@ class SGLangEngine:
             ) from second
 
     def _read_back(self, weights: Weights) -> None:
+        compare(weights, self._reported(), self._architecture)
+
+    def _reported(self) -> dict[str, str]:
         answer = self._server.post("/weights_checker", {"action": "checksum"}, PUSH_DEADLINE)
-        compare(weights, answer["ranks"][0]["checksums"], self._architecture)
+        return answer["ranks"][0]["checksums"]
+
+    def _take_over(self) -> None:
+        """Make sure of a server that somebody else started: its sampler is ours, its weights are those of the folder."""
+        self._pause.resume()
+        weights = self._live
+        try:
+            compare(weights, self._reported(), self._architecture)
+        except EngineError:
+            # A number is what an engine before this one has put there; a server that nobody has touched has a word.
+            if not self._server.weight_version.isdecimal():
+                raise
+        self._exchange(weights, self._pusher.pack(_policy(weights.tensors)))
+        self._previous = None
+        self._requests.generate([GenerateRequest("probe", (0,), 0, 1, 0.0)])
 
     def _weigh(self, version: int, tensors: dict[str, Tensor], known: Weights | None = None) -> Weights:
         return weigh(version, tensors, self._architecture, DTYPES[self._dtype], known)
@@ -301,3 +368,17 @@ class SGLangEngine:
 
 def _policy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not is_extra(name)}
+
+
+def _all_stop_ids(folder: str, stop_ids: Sequence[int], architecture: Architecture) -> tuple[int, ...]:
+    """Those asked for and those of the folder, at which the server ends a reply in any case."""
+    try:
+        own = read_stop_ids(folder)
+    except ModelError:
+        if not stop_ids:
+            raise
+        own = ()
+    odd = [token for token in stop_ids if not 0 <= token < architecture.vocab]
+    if odd:
+        raise EngineError(f"stop id {odd[0]} is outside the vocabulary of {architecture.vocab}; correct it")
+    return tuple(dict.fromkeys((*stop_ids, *own)))

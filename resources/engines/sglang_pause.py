@@ -8,17 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from furlong.resources.engines.sglang_server import SGLangServer
+from furlong.resources.engines.sglang_http import CONTROL_DEADLINE, ServerClient
 from furlong.resources.engines.step_gate import EngineError
-
-CONTROL_DEADLINE = 60.0
-"""Seconds for a call that the server's scheduler answers between two steps."""
 
 
 class ServerPause:
     """Safe for several threads."""
 
-    def __init__(self, server: SGLangServer):
+    def __init__(self, server: ServerClient):
         self._server = server
         self._lock = threading.RLock()
         self._changing = 0

@@ -23,11 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from furlong.ops.weights.digest import dtype_name
-from furlong.resources.engines.sglang_server import SGLangServer
+from furlong.resources.engines.sglang_http import ServerClient
 from furlong.resources.engines.step_gate import EngineError
 from furlong.resources.weights.group import Group, PeerLost, open_store
 
-Push = Literal["tensor", "distributed", "disk"]
+Push = Literal["auto", "tensor", "distributed", "disk"]
 PUSH_DEADLINE = 120.0
 """Seconds for one update call: a copy, or a read of what was just written."""
 SHARED_MEMORY = Path("/dev/shm")
@@ -58,19 +58,21 @@ class Pusher(Protocol):
         """Give back everything; harmless when the server has ended."""
 
 
-def make_pusher(push: Push, server: SGLangServer, scratch: Path) -> Pusher:
-    """The way called `push`; EngineError when there is none."""
+def make_pusher(push: Push, server: ServerClient, scratch: Path) -> Pusher:
+    """The way called `push`, `auto` being shared memory for a server on this machine; EngineError when there is none."""
+    if push == "auto":
+        push = "tensor" if server.local else "distributed"
     if push == "tensor":
         return TensorPush(server)
     if push == "distributed":
         return DistributedPush(server)
     if push == "disk":
         return DiskPush(server, scratch)
-    raise EngineError(f"push {push!r} is unknown; give tensor, distributed or disk")
+    raise EngineError(f"push {push!r} is unknown; give auto, tensor, distributed or disk")
 
 
 @contextmanager
-def update_session(server: SGLangServer) -> Iterator[None]:
+def update_session(server: ServerClient) -> Iterator[None]:
     """What SGLang wants around updates from tensors and process groups; closed also when an update failed."""
     server.post("/begin_weight_update", {"selector": "target"}, PUSH_DEADLINE)
     try:
@@ -85,7 +87,7 @@ class TensorPush:
     # The strategy is one setting for the whole process.
     _sharing = threading.Lock()
 
-    def __init__(self, server: SGLangServer):
+    def __init__(self, server: ServerClient):
         self._server = server
 
     def pack(self, tensors: dict[str, Tensor]) -> Parcel:
@@ -138,7 +140,7 @@ class TensorPush:
 class DistributedPush:
     """A gloo group of this process, rank 0, and the server, rank 1; one broadcast per tensor."""
 
-    def __init__(self, server: SGLangServer):
+    def __init__(self, server: ServerClient):
         self._server = server
         self._group: Group | None = None
         self._met = 0
@@ -195,7 +197,7 @@ class DistributedPush:
 class DiskPush:
     """A safetensors file with the changed tensors, written before the pause and read by the server during it."""
 
-    def __init__(self, server: SGLangServer, scratch: Path):
+    def __init__(self, server: ServerClient, scratch: Path):
         self._server, self._scratch = server, scratch
 
     def pack(self, tensors: dict[str, Tensor]) -> Parcel:

@@ -1,30 +1,35 @@
-"""A real SGLang server as a child process: started within a deadline, asked over HTTP, ended with its owner."""
+"""Real SGLang servers: one that is a child process, started within a deadline and ended with its owner, or one that
+somebody else started."""
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
-import select
 import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
+import psutil
+
+from furlong.ops.policy.architecture import Architecture
+from furlong.ops.policy.checkpoint import DTYPES
+from furlong.resources.engines import sglang_capacity
+from furlong.resources.engines.sglang_http import ServerClient
 from furlong.resources.engines.step_gate import EngineError
 from furlong.resources.processes import last_lines
 
 ROOT = Path(__file__).resolve().parents[2]
+SHIM = Path(__file__).with_name("sglang_shim")
 PYTHON_VARIABLE = "FURLONG_SGLANG_PYTHON"
 """Environment variable with the interpreter that has SGLang; without it, `make sglang`'s."""
+VERSION = "0.5.23"
+"""What the client was written for."""
 START_DEADLINE = 300.0
 """Seconds until a server must answer; a tiny model takes about 25 on a free machine."""
 END_DEADLINE = 10.0
-MAX_TOKENS = 8192
-"""Token positions in the server's cache, prompt and replies of all running requests together."""
-MAX_RUNNING = 8
-"""Requests decoded at once."""
+ANSWER_DEADLINE = 10.0
+"""Seconds for what a server answers without waiting for a decode step."""
 SHOWN_LINES = 15
 _CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -41,14 +46,14 @@ def python() -> str:
     return str(path)
 
 
-class SGLangServer:
+class SGLangServer(ServerClient):
     """One server on a free local port. Methods may be called by several threads at once."""
 
-    def __init__(self, folder: str, version: int, dtype: str, threads: int, scratch: Path):
+    def __init__(self, folder: str, architecture: Architecture, version: int, dtype: str, threads: int, scratch: Path):
         """Begin to start; `wait` for it before anything else.
 
         Args:
-            folder: a model in Hugging Face layout.
+            folder: a model in Hugging Face layout, of this architecture.
             version: its weights version.
             dtype: `bfloat16` or `float32`.
             threads: of PyTorch in the process that computes.
@@ -57,22 +62,29 @@ class SGLangServer:
         self.log = scratch / "server.log"
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+            port = probe.getsockname()[1]
+        super().__init__("127.0.0.1", port)
+        free = psutil.virtual_memory().available
+        self.capacity = sglang_capacity.choose(architecture, DTYPES[dtype].itemsize, free)
         interpreter = python()
         command = [
             *(interpreter, str(Path(__file__).with_name("sglang_guard.py")), str(os.getpid()), str(scratch)),
             *(interpreter, "-m", "sglang.launch_server", "--model-path", folder, *_CPU_FLAGS, "--dtype", dtype),
-            *("--max-total-tokens", str(MAX_TOKENS), "--max-running-requests", str(MAX_RUNNING)),
-            *("--weight-version", str(version), "--host", "127.0.0.1", "--port", str(self._port)),
+            *("--max-total-tokens", str(self.capacity.tokens), "--max-running-requests", str(self.capacity.running)),
+            *("--context-length", str(architecture.context + sglang_capacity.SPARE)),
+            *("--weight-version", str(version), "--host", "127.0.0.1", "--port", str(port)),
+            *(["--enable-return-routed-experts"] if architecture.experts else []),
         ]
         # Without PYTHONPATH of the caller: it may lead to packages of another environment.
         environment = os.environ | {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "PYTHONPATH": str(Path(__file__).with_name("sglang_shim")),
+            "PYTHONPATH": str(SHIM),
             "OMP_NUM_THREADS": str(threads),
             "HF_HUB_OFFLINE": "1",
             # Else /health draws a token, which a paused server does not.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            # For the positions it keeps to itself, which are never computed.
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
         }
         with open(self.log, "wb") as output:
             self._process = subprocess.Popen(
@@ -88,34 +100,28 @@ class SGLangServer:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
+    @property
+    def resident_bytes(self) -> int:
+        try:
+            return sum(p.memory_info().rss for p in psutil.Process(self.pid).children(recursive=True))
+        except psutil.NoSuchProcess:
+            return 0
+
     def wait(self, deadline: float = START_DEADLINE) -> None:
         """Return once the server answers; EngineError when it ended or the deadline passed, and then it is ended."""
         end = time.monotonic() + deadline
         while not self.ended and time.monotonic() < end:
-            try:
-                if self._exchange("GET", "/health", None, 5.0)[0] == 200:
-                    return
-            except (OSError, http.client.HTTPException):
-                pass  # it does not listen yet
+            if self.answers(5.0):
+                return
             time.sleep(0.25)
         ended = self.ended
         self.close()
         what = "ended while it started" if ended else f"did not answer within {deadline:.0f} s"
         raise EngineError(f"the SGLang server {what}; its last lines:\n{last_lines(self.log, SHOWN_LINES)}")
 
-    def get(self, path: str, deadline: float) -> Any:
-        return self._ask("GET", path, None, deadline)
-
-    def post(self, path: str, body: dict[str, Any], deadline: float) -> Any:
-        """The answer's JSON (None when it is empty).
-
-        Raises:
-            EngineError: the server ended, did not answer within `deadline` seconds, or refused.
-        """
-        return self._ask("POST", path, json.dumps(body).encode(), deadline)
-
     def close(self) -> None:
         """End the server with all its processes; harmless when it has ended."""
+        super().close()
         if not self.ended:
             self._process.terminate()
         try:
@@ -125,35 +131,8 @@ class SGLangServer:
             self._process.kill()
             self._process.wait(END_DEADLINE)
 
-    def _ask(self, method: str, path: str, body: bytes | None, deadline: float) -> Any:
-        try:
-            status, content = self._exchange(method, path, body, deadline)
-        except (OSError, http.client.HTTPException) as err:
-            raise EngineError(self._lost(path, err)) from err
-        if status != 200:
-            raise EngineError(
-                f"the SGLang server refused {path} with status {status}: {content[:500].decode(errors='replace')}; "
-                f"see {self.log}"
-            )
-        return json.loads(content) if content[:1] in (b"{", b"[") else None
-
-    def _exchange(self, method: str, path: str, body: bytes | None, deadline: float) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=deadline)
-        end = time.monotonic() + deadline
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
-            # Looked at twice a second, because a server whose processes are being killed may leave the socket open.
-            while not select.select([connection.sock], [], [], 0.5)[0]:
-                if self.ended:
-                    raise EngineError(self._lost(path))
-                if time.monotonic() > end:
-                    raise EngineError(
-                        f"the SGLang server did not answer {path} within {deadline:g} s; see {self.log}, or allow more"
-                    )
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+    def _where(self) -> str:
+        return f"see {self.log}"
 
     def _lost(self, path: str, err: Exception | None = None) -> str:
         try:
@@ -166,3 +145,46 @@ class SGLangServer:
             f"the SGLang server {state} during {path}{f' ({err})' if err else ''}; start the engine again. Its last "
             f"lines:\n{last_lines(self.log, SHOWN_LINES)}"
         )
+
+
+class OtherServer(ServerClient):
+    """A server that somebody else started and will end."""
+
+    def __init__(self, url: str, architecture: Architecture, dtype: str):
+        """
+        Args:
+            url: `http://host:port`.
+            architecture: of the model it must serve.
+            dtype: in which it must compute.
+        Raises:
+            EngineError: it does not answer, or is not the server that is needed; the message says how to start it.
+        """
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme != "http" or not parts.hostname or not parts.port or parts.path.strip("/"):
+            raise EngineError(f"{url!r} is not the address of a server; give http://host:port")
+        super().__init__(parts.hostname, parts.port)
+        info = self.get("/server_info", ANSWER_DEADLINE)
+        model = self.get("/model_info", ANSWER_DEADLINE)
+        self._check(url, info, model, architecture, dtype)
+        self.weight_version = str(model.get("weight_version"))
+        self.capacity = sglang_capacity.read(architecture, info)
+
+    def _check(self, url: str, info: dict, model: dict, architecture: Architecture, dtype: str) -> None:
+        wanted = {
+            "version": (info.get("version"), VERSION),
+            "model_type": (model.get("model_type"), architecture.kind),
+            "dtype": (str(info.get("dtype")).removeprefix("torch."), dtype),
+            "skip_tokenizer_init": (info.get("skip_tokenizer_init"), True),
+            "tp_size": (info.get("tp_size"), 1),
+            "dp_size": (info.get("dp_size"), 1),
+            "speculative_algorithm": (info.get("speculative_algorithm"), None),
+        }
+        if architecture.experts:
+            wanted["enable_return_routed_experts"] = (info.get("enable_return_routed_experts"), True)
+        for name, (found, needed) in wanted.items():
+            if found != needed:
+                raise EngineError(
+                    f"the SGLang server at {url} has {name}={found!r}, needed is {needed!r}; start it with PYTHONPATH="
+                    f"{SHIM} and {' '.join(_CPU_FLAGS)} --dtype {dtype}"
+                    f"{' --enable-return-routed-experts' if architecture.experts else ''}"
+                )

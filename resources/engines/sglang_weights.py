@@ -28,7 +28,13 @@ _MULTIPLES = {
     ".down_proj.weight": (1, 32),
 }
 """SGLang adds zeros to these tensors on a CPU until rows and columns are multiples of this."""
-_FUSED = ((re.compile(r"\.[qkv]_proj\."), ".qkv_proj."), (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."))
+_FUSED = (
+    (re.compile(r"\.experts\.\d+\.(gate|up)_proj\."), ".experts.w13_"),
+    (re.compile(r"\.experts\.\d+\.down_proj\."), ".experts.w2_"),
+    (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
+    (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
+)
+"""Of an expert both come from one layer's tensors, expert after expert."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ def compare(weights: Weights, reported: dict[str, str], architecture: Architectu
     if odd := sorted(set(weights.checksums) ^ set(reported)):
         raise EngineError(
             f"the server's parameters are not those of version {weights.version}: {odd[0]} ({len(odd)} such) is only on "
-            "one side, so nothing can be attested; serve a model of type llama, qwen2 or qwen3 without quantization"
+            "one side, so nothing can be attested; serve a model of type llama, qwen2, qwen3 or qwen3_moe on a CPU, "
+            "without quantization"
         )
     wrong = sorted(name for name, checksum in reported.items() if checksum != weights.checksums[name])
     if wrong:

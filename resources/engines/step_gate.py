@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from furlong.ops.policy.wave import Live
+from furlong.ops.policy.live import Live
 
 
 class EngineError(RuntimeError):
@@ -16,11 +16,11 @@ class EngineError(RuntimeError):
 
 
 STEP_DEADLINE = 600.0
-"""Seconds one step may keep others waiting; the longest step is the prefill of a wave."""
+"""Seconds one step may keep others waiting."""
 
 
 class StepGate:
-    """One thread takes steps; any thread may use the other methods. Implements `StepSource`."""
+    """One thread takes steps; any thread may use the other methods."""
 
     def __init__(self, live: Live):
         self._live = live
@@ -31,6 +31,7 @@ class StepGate:
         self._running: set[str] = set()
         self._aborted: set[str] = set()
         self._news = False
+        self._retract = False
 
     @property
     def live(self) -> Live:
@@ -43,28 +44,29 @@ class StepGate:
 
     @property
     def running(self) -> int:
-        """Requests admitted and not finished."""
+        """Requests begun and not finished."""
         return len(self._running)
 
-    @contextmanager
-    def admitted(self, request_ids: Iterable[str]) -> Iterator[None]:
-        """Requests that are running, whatever comes, no longer than this context."""
+    @property
+    def names(self) -> frozenset[str]:
+        """Ids of those requests."""
         with self._changed:
-            self._running = set(request_ids)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._running, self._aborted, self._news = set(), set(), False
+            return frozenset(self._running)
+
+    def began(self, request_ids: Iterable[str]) -> None:
+        with self._changed:
+            self._running.update(request_ids)
 
     @contextmanager
-    def step(self) -> Iterator[Live | None]:
-        """See `StepSource`; a pause holds it up for as long as the pause's lease at most."""
+    def step(self, until: float = math.inf) -> Iterator[Live | None]:
+        """The weights to hold during one step, as soon as steps may run; None when `aborted` has news to act on first,
+        or at the time `until` (of time.monotonic). A pause holds a step up for as long as the pause's lease at most."""
         with self._changed:
-            while not self._news and (self._exchanging or self.paused):
-                left = self._paused_until - time.monotonic()
-                self._changed.wait(left if left > 0 else STEP_DEADLINE)
-            self._stepping = not self._news
+            while not self._news and (self._exchanging or self.paused) and time.monotonic() < until:
+                lease = self._paused_until - time.monotonic()
+                ends = (lease if lease > 0 else STEP_DEADLINE, until - time.monotonic())
+                self._changed.wait(max(0.0, min(ends)))
+            self._stepping = not self._news and not self._exchanging and not self.paused
             live = self._live if self._stepping else None
         try:
             yield live
@@ -74,14 +76,29 @@ class StepGate:
                 self._changed.notify_all()
 
     def aborted(self) -> frozenset[str]:
+        """Running requests to end."""
         with self._changed:
             self._news = False
             return frozenset(self._aborted)
 
+    def retracting(self) -> bool:
+        """Whether weights came, since this was asked last, that keys and values are to be computed again with."""
+        with self._changed:
+            retract, self._retract = self._retract, False
+            return retract
+
     def finished(self, request_id: str) -> None:
+        """This request runs no longer."""
         with self._changed:
             self._running.discard(request_id)
             self._aborted.discard(request_id)
+            self._changed.notify_all()
+
+    def wait_finished(self, request_ids: Iterable[str], seconds: float) -> None:
+        """Return once none of these runs, or after `seconds`."""
+        names = set(request_ids)
+        with self._changed:
+            self._changed.wait_for(lambda: not names & self._running, seconds)
 
     def abort(self, request_ids: list[str] | None) -> int:
         """Mark running requests to end after the step under way, all when None; returns how many."""
@@ -117,14 +134,19 @@ class StepGate:
             self._paused_until = -math.inf
             self._changed.notify_all()
 
-    def exchange(self, live: Live) -> None:
-        """Replace the live weights while no step is under way."""
+    def exchange(self, live: Live, retract: bool = False) -> None:
+        """Replace the live weights while no step is under way.
+
+        Args:
+            retract: keys and values of replies under way are to be computed again.
+        """
         with self._changed:
             self._exchanging += 1
             try:
                 if not self._changed.wait_for(lambda: not self._stepping, STEP_DEADLINE):
                     raise EngineError(f"a decode step has not ended in {STEP_DEADLINE:.0f} s; restart the engine")
                 self._live = live
+                self._retract = self._retract or retract
             finally:
                 self._exchanging -= 1
                 self._changed.notify_all()

@@ -17,22 +17,20 @@ import torch
 from torch import Tensor
 
 from furlong.ops.policy.architecture import Architecture
+from furlong.ops.policy.batch import Batch, Ended, Turn
 from furlong.ops.policy.checkpoint import DTYPES
 from furlong.ops.policy.decoder import WeightsError
-from furlong.ops.policy.generate import check_requests, generate
-from furlong.ops.policy.kv_cache import CachePool
+from furlong.ops.policy.live import Live
 from furlong.ops.policy.manifest import ModelError
-from furlong.ops.policy.shard import pieces
-from furlong.ops.policy.wave import Live
-from furlong.ops.protocols import GenerateRequest, Sample
+from furlong.ops.policy.shard import part_of, pieces
 from furlong.ops.weights.delta import DeltaError
 from furlong.ops.weights.digest import tensor_digest
 from furlong.ops.weights.layout import Offer, Piece, whole_piece
 from furlong.resources.engines.rank import Rank
-from furlong.resources.engines.step_gate import EngineError, StepGate
+from furlong.resources.engines.step_gate import EngineError
 from furlong.resources.engines.tp_channel import offer_to_json
 from furlong.resources.engines.tp_process import RankProcess
-from furlong.resources.engines.tp_steps import LeaderSteps, drawn_digest
+from furlong.resources.engines.tp_steps import drawn_digest, turn_to_json
 from furlong.resources.weights.group import Group, open_store
 
 START_DEADLINE = 120.0
@@ -49,11 +47,11 @@ _KNOWN = {kind.__name__: kind for kind in (DeltaError, ModelError, WeightsError)
 class TpRanks:
     """What `OneRank` is for a single process, with the same methods; EngineError once a rank is lost, for ever."""
 
-    def __init__(self, architecture: Architecture, dtype: str, size: int, threads: int):
+    def __init__(self, architecture: Architecture, dtype: str, size: int, threads: int, invariant: bool):
         """
         Args:
             dtype: of the policy's tensors, by name.
-            size: number of ranks; threads: of PyTorch in each.
+            size: number of ranks; threads: of PyTorch in each; invariant: see `Batch`.
         Raises:
             EngineError: a rank did not start; with the last it wrote.
         """
@@ -61,7 +59,9 @@ class TpRanks:
         self._shapes = architecture.shapes()
         self._layout = [pieces(architecture, rank, size) for rank in range(size)]
         self._serials = count(1)
-        self._pool = CachePool()
+        self._invariant = invariant
+        self._part = part_of(architecture, 0, size)
+        self._batch = Batch(architecture, self._part, invariant)
         self._lost = ""
         self._losing = threading.Lock()
         self._others: list[RankProcess] = []
@@ -74,7 +74,7 @@ class TpRanks:
                 other.answer(START_DEADLINE)
                 setup = {
                     "architecture": asdict(architecture), "dtype": dtype, "rank": other.rank, "size": size,
-                    "threads": threads, "address": address, "deadline": PEER_DEADLINE,
+                    "threads": threads, "address": address, "deadline": PEER_DEADLINE, "invariant": invariant,
                 }  # fmt: skip
                 other.weights.send(setup)
             self._slabs = Group(address, "weights", 0, size, PEER_DEADLINE)
@@ -134,23 +134,30 @@ class TpRanks:
                 found |= dict(zip(names, pool.map(tensor_digest, self._gather(names, mine)), strict=True))
         return found
 
-    def generate(self, requests: list[GenerateRequest], stop_ids: tuple[int, ...], gate: StepGate) -> list[Sample]:
-        """See `ops.policy.generate.generate`; EngineError too when the ranks did not draw the same."""
-        check_requests(requests, self._architecture)
-        steps = LeaderSteps(gate, self._tell_steps, self._lose)
-        asked = [[r.request_id, r.prompt, r.seed, r.max_new_tokens, r.temperature] for r in requests]
-        self._tell_steps({"requests": asked, "stops": stop_ids, "ended": sorted(steps.ended)})
+    @property
+    def waiting(self) -> int:
+        return self._batch.waiting
+
+    def turn(self, turn: Turn, live: Live | None) -> Ended:
+        """See `Batch.turn`; EngineError when the ranks do not draw the same.
+
+        A turn that breaks off leaves the other ranks waiting in it for ever, so that ends them.
+        """
+        self.check()
+        self._tell_steps({"turn": turn_to_json(turn), "serial": None if live is None else live.serial})
         try:
-            samples = generate(requests, self._architecture, stop_ids, steps, self._pool)
-        except BaseException:
-            if not self._lost:
-                self._tell_steps({"end": True})
-                self._drawn()
-            raise
-        drawn = drawn_digest(samples)
-        if any(other != drawn for other in self._drawn()):
-            raise self._lose(ValueError("the ranks drew different tokens from the same requests"))
-        return samples
+            ended = self._batch.turn(turn, live)
+        except Exception as err:
+            raise self._lose(err) from err
+        if ended.replies or ended.broken:
+            drawn = drawn_digest(ended)
+            if any(other != drawn for other in self._drawn()):
+                raise self._lose(ValueError("the ranks drew different tokens from the same requests"))
+        return ended
+
+    def clear(self) -> None:
+        """Only after `turn` raised, upon which all ranks are lost."""
+        self._batch = Batch(self._architecture, self._part, self._invariant)
 
     def resident_bytes(self) -> int:
         return psutil.Process().memory_info().rss + sum(other.resident_bytes() for other in self._others)

@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 from furlong.ops.policy.architecture import Architecture
+from furlong.ops.policy.batch import Batch
 from furlong.ops.policy.checkpoint import DTYPES
-from furlong.ops.policy.generate import generate
-from furlong.ops.policy.kv_cache import CachePool
-from furlong.ops.policy.sampling import NonFiniteLogits
-from furlong.ops.policy.wave import Live
-from furlong.ops.protocols import GenerateRequest
+from furlong.ops.policy.live import Live
+from furlong.ops.policy.shard import part_of
 from furlong.ops.weights.digest import raw_bytes, tensor_digest
 from furlong.resources.engines.rank import Rank
 from furlong.resources.engines.tp_channel import Channel, offer_from_json
-from furlong.resources.engines.tp_steps import BatchEnded, FollowerSteps, drawn_digest
+from furlong.resources.engines.tp_steps import drawn_digest, turn_from_json
 from furlong.resources.engines.turns import short_turns
 from furlong.resources.weights.group import Group
 
@@ -42,6 +40,8 @@ class Follower:
         self._weights, self._steps = weights, steps
         self._threads = setup["threads"]
         self._architecture = Architecture(**setup["architecture"])
+        part = part_of(self._architecture, setup["rank"], setup["size"])
+        self._batch = Batch(self._architecture, part, setup["invariant"])
         place = (setup["rank"], setup["size"], setup["deadline"])
         torch.set_num_threads(self._threads)
         self._slabs = Group(setup["address"], "weights", *place)
@@ -65,23 +65,15 @@ class Follower:
 
     @torch.inference_mode()
     def serve_batches(self) -> None:
-        """Take part in the leader's batches, for ever."""
+        """Take part in the leader's turns, for ever."""
         torch.set_num_threads(self._threads)
-        pool = CachePool()
         while True:
+            # No deadline: a pause may be long, and the process ends with its leader.
             message, _ = self._steps.receive(None)
-            if "requests" not in message:
-                continue  # the end of a batch that has ended here by itself
-            requests = [GenerateRequest(name, tuple(prompt), *rest) for name, prompt, *rest in message["requests"]]
-            source = FollowerSteps(self._steps, self._find, message["ended"])
-            try:
-                drawn = drawn_digest(generate(requests, self._architecture, tuple(message["stops"]), source, pool))
-            except (BatchEnded, NonFiniteLogits):
-                drawn = None
-            self._steps.send({"drawn": drawn})
-
-    def _find(self, serial: int) -> Live:
-        return self._lives[serial]
+            live = None if message["serial"] is None else self._lives[message["serial"]]
+            ended = self._batch.turn(turn_from_json(message["turn"]), live)
+            if ended.replies or ended.broken:
+                self._steps.send({"drawn": drawn_digest(ended)})
 
     def _load(self, tables: list[pa.Table], path: str, version: int, serial: int) -> dict[str, Any]:
         return self._hold(self._rank.load(path, version, tables, serial))

@@ -97,10 +97,10 @@ class FSDPTrainer:
         trained = sum(sum(mask) for mask in batch.masks)
         if not trained:
             self.completed = batch.step
-            return StepMetrics(0.0, 0.0, rate, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+            return StepMetrics(0.0, 0.0, rate, 0, 0.0, 0.0, 0.0, None, None, None, None)
         with _deterministic():
             tally = self._accumulate(batch)
-            gap = mismatch(torch.cat(tally.trainer), torch.cat(tally.engine), tally.names)
+            gap = mismatch(torch.cat(tally.trainer), torch.cat(tally.engine), tally.names) if tally.names else None
             norm = self.masters.gradient_norm()
             self.masters.update(rate, norm)
         self.completed = batch.step
@@ -111,10 +111,11 @@ class FSDPTrainer:
             tokens_trained=trained,
             clip_fraction=tally.clipped / trained,
             entropy=tally.entropy / trained,
-            mismatch_mean=gap.mean,
-            mismatch_max=gap.max,
-            mismatch_p99=gap.p99,
-            mismatch_k3=gap.k3,
+            mismatch_coverage=len(tally.names) / trained,
+            mismatch_mean=gap and gap.mean,
+            mismatch_max=gap and gap.max,
+            mismatch_p99=gap and gap.p99,
+            mismatch_k3=gap and gap.k3,
         )
 
     def export(self) -> dict[str, Tensor]:
@@ -213,9 +214,10 @@ class FSDPTrainer:
             tally.loss += float(loss.detach().double().sum())
             tally.clipped += int(clipped.sum())
             tally.entropy += float(entropy[micro.place].double().sum())
-            tally.trainer.append(now)
-            tally.engine.append(engine)
-            tally.names += names
+            fresh = torch.tensor([batch.fresh[i][t] for i, t in where])
+            tally.trainer.append(now[fresh])
+            tally.engine.append(engine[fresh])
+            tally.names += [name for name, new in zip(names, fresh.tolist(), strict=True) if new]
         return tally
 
     def _require(self, what: str, values: Tensor, names: list[str]) -> None:

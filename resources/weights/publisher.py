@@ -59,6 +59,7 @@ class Publication:
 def publish(
     engines: list[Engine], source: WeightSource | None, row: dict[str, Any], deltas: pa.Table, transport: str,
     fence: int, deadline: float, watch: Callable[[str], None] = lambda phase: None, host: str = "127.0.0.1",
+    inflight: str = "in_place",
 ) -> Publication:  # fmt: skip
     """Make every engine serve the version of `row`, or leave every engine at its parent.
 
@@ -71,11 +72,12 @@ def publish(
         deadline: seconds for each phase and for each wait in a transfer.
         watch: told each of `PHASES` before it begins; what it raises fails the publication there.
         host: address at which engines and trainer reach this process.
+        inflight: what becomes of replies under way, see `Engine.activate`.
     Raises:
         PublishError: with a StaleFence as its cause if there was one, else the first failure. Nothing was marked; the
             version may be published again.
     """
-    work = _Work(engines, source, row, deltas, transport, fence, deadline, watch, host)
+    work = _Work(engines, source, row, deltas, transport, fence, deadline, watch, host, inflight)
     try:
         return work.run()
     except Exception as err:
@@ -103,6 +105,7 @@ class _Work:
     deadline: float
     watch: Callable[[str], None]
     host: str
+    inflight: str
     phase: str = "plan"
     turned: bool = False
     """Some engine may serve the new version by now."""
@@ -255,7 +258,7 @@ class _Work:
             self._ask({name: partial(engine.pause, lease) for name, engine in behind.items()})
             self._enter("flip")
             self.turned = True
-            self._ask({n: partial(e.activate, self.row["version"], self.fence) for n, e in behind.items()})
+            self._ask({n: partial(e.activate, self.row["version"], self.fence, self.inflight) for n, e in behind.items()})
             self._enter("resume")
         except BaseException:
             # Before anything is decoded with a version that is not going to be live.

@@ -9,6 +9,8 @@ import time
 
 import pyarrow as pa
 
+from furlong.ops.protocols import Attestation, Sample
+
 
 class Unsendable(Exception):
     """Cannot be rebuilt from its pickled form."""
@@ -68,22 +70,64 @@ class Counter:
         time.sleep(60)
 
 
-class SlowEngine:
-    """Draws replies until it is told to stop."""
+class PacedEngine:
+    """Draws a token of every reply each `pace` seconds, each a function of seed and position; proves what it holds, or
+    something else while a file `lies` is in its folder."""
 
-    def __init__(self):
-        self.stopped, self.busy = threading.Event(), threading.Event()
+    def __init__(self, folder: str, pace: float):
+        self.folder, self.pace, self.version = folder, pace, 0
+        self.running, self.finished, self.aborted = {}, {}, set()
+        self.changed = threading.Condition()
+        threading.Thread(target=self._draw, daemon=True).start()
 
-    def generate(self, requests: list) -> list[str]:
-        self.stopped.clear()
-        self.busy.set()
-        self.stopped.wait(30)
-        self.busy.clear()
-        return [request.request_id for request in requests]
+    def submit(self, requests: list) -> None:
+        if any(not request.prompt for request in requests):
+            raise ValueError("a prompt is empty")
+        with self.changed:
+            for request in requests:
+                if request.request_id not in self.finished:
+                    self.running.setdefault(request.request_id, (request, []))
 
-    def abort(self, request_ids: list[str] | None) -> int:
-        self.stopped.set()
-        return 1
+    def collect(self, seconds: float, taken: list[str]) -> list:
+        with self.changed:
+            for name in taken:
+                self.finished.pop(name, None)
+            self.changed.wait_for(lambda: self.finished, seconds)
+            return list(self.finished.values())
+
+    def abort(self, request_ids: list[str] | None = None) -> int:
+        with self.changed:
+            ending = self.running.keys() if request_ids is None else self.running.keys() & set(request_ids)
+            self.aborted |= set(ending)
+            return len(ending)
+
+    def resume(self) -> None:
+        """It is never paused."""
+
+    def load_anchor(self, path: str, version: int, chain: list, fence: int, digests: dict | None = None) -> Attestation:
+        self.version = version
+        return self.attest()
+
+    def attest(self) -> Attestation:
+        shown = self.version + 100 * os.path.exists(f"{self.folder}/lies")
+        return Attestation("paced", self.version, f"weights {shown}", {"w": f"tensor {shown}"})
 
     def health(self) -> dict:
-        return {"busy": self.busy.is_set()}
+        return {"version": self.version, "engine": "paced", "pid": os.getpid(), "running": len(self.running)}
+
+    def _draw(self) -> None:
+        while True:
+            time.sleep(self.pace)
+            with self.changed:
+                for name, (request, tokens) in list(self.running.items()):
+                    if name not in self.aborted:
+                        tokens.append((request.seed * 31 + len(tokens)) % 97)
+                    if len(tokens) == request.max_new_tokens or name in self.aborted:
+                        self.finished[name] = self._sample(name, tokens)
+                        del self.running[name]
+                        self.changed.notify_all()
+
+    def _sample(self, name: str, tokens: list[int]) -> Sample:
+        ones = (-1.0,) * len(tokens)
+        reason = "abort" if name in self.aborted else "stop"
+        return Sample(name, tuple(tokens), ones, ones, ((self.version, 0, len(tokens)),), reason, 0.0)

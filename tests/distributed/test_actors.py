@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 from distributed.conftest import result
 
-from furlong.ops.protocols import GenerateRequest
+from furlong.ops.protocols import GenerateRequest, Sample
 from furlong.ops.spec import Placement
 from furlong.resources.actor_host import ActorHost
 from furlong.resources.actors import (
@@ -247,16 +247,17 @@ def test_more_gpus_than_there_are_is_refused(placement: Placement) -> None:
         find_or_start("counter", "r", COUNTER, (), placement.model_copy(update={"gpus": 99}))
 
 
-def test_engine_answers_while_it_generates(counter: Actor, placement: Placement) -> None:
-    engine = RemoteEngine(find_or_start("engine", "r", "actor_samples:SlowEngine", (), placement, 2))
-    drawn: list[list[str]] = []
-    requests = [GenerateRequest("a", (1,), 7, 5, 1.0), GenerateRequest("b", (2,), 8, 5, 1.0)]
+def test_engine_answers_while_it_generates(placement: Placement, tmp_path: Path) -> None:
+    args = (str(tmp_path), 0.01)
+    engine = RemoteEngine(find_or_start("engine", "r", "actor_samples:PacedEngine", args, placement, 2))
+    drawn: list[list[Sample]] = []
+    requests = [GenerateRequest("a", (1,), 7, 100_000, 1.0), GenerateRequest("b", (2,), 8, 100_000, 1.0)]
     thread = threading.Thread(target=lambda: drawn.append(engine.generate(requests)))
     thread.start()
     until = time.monotonic() + 20
-    while not engine.health()["busy"]:
+    while not engine.health()["running"]:
         assert time.monotonic() < until
         time.sleep(0.05)
-    assert engine.abort() == 1
+    assert engine.abort() == 2
     thread.join(20)
-    assert drawn == [["a", "b"]]
+    assert [(sample.request_id, sample.finish_reason) for sample in drawn[0]] == [("a", "abort"), ("b", "abort")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -13,14 +14,15 @@ import pytest
 from publish_samples import make_model
 
 from furlong.ops.protocols import GenerateRequest
-from furlong.ops.spec import Placement
+from furlong.ops.spec import Placement, SpecError
 from furlong.resources.actor_host import BANNER
 from furlong.resources.actors import end_actors, live_actors
 from furlong.resources.engines.step_gate import EngineError
-from furlong.resources.remote_engine import RemoteEngine, end_superfluous, start_engine
+from furlong.resources.remote_engine import RemoteEngine, end_superfluous, engine_count, start_engine
 from furlong.resources.run_lock import run_lock
 
-SPEC = SimpleNamespace(model=SimpleNamespace(dtype="bfloat16"))
+SPEC = SimpleNamespace(engine="local", model=SimpleNamespace(dtype="bfloat16"))
+SGLANG = SimpleNamespace(engine="sglang", model=SPEC.model)
 REQUESTS = [GenerateRequest("r", (5, 9, 11), 3, 4, 0.0)]
 
 
@@ -83,3 +85,36 @@ def test_engines_that_nobody_needs_are_ended(split: Placement, folder: str) -> N
         start(folder, several.model_copy(update={"engines": 1}), "new")
         left = {(name.run, name.role) for name in live_actors(split) if name.role.startswith("engine")}
     assert left == {("driven", "engine"), ("driven", "engine-1"), ("new", "engine")}
+
+
+def test_replies_that_a_driver_left_go_on_and_the_next_one_gets_them(placement: Placement, folder: str) -> None:
+    long = [GenerateRequest(f"long-{n}", (5, 9, n), n, 100, 1.0) for n in range(3)]
+    try:
+        first = start(folder, placement, "left")
+        alone = [first.generate([request])[0].tokens for request in long]
+        again = [dataclasses.replace(request, request_id=f"{request.request_id}:again") for request in long]
+        first.submit(again)
+        second = start(folder, placement, "left")
+        drawn = second.generate(again)
+        assert [sample.tokens for sample in drawn] == alone
+        assert {sample.finish_reason for sample in drawn} <= {"stop", "length"}, "nobody ended them"
+    finally:
+        end_actors(placement, lambda name: not name.role.startswith("engine"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "told"),
+    [
+        (SPEC, {"engine_urls": "http://one"}, "FURLONG_ENGINE_URLS is set, but the run's engine is `local`"),
+        (SGLANG, {"engine_tp": 2}, "FURLONG_ENGINE_TP=2 splits the embedded engine"),
+        (SGLANG, {"engine_urls": "http://one,http://one"}, "names one server twice"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_starts(spec, change, told) -> None:
+    with pytest.raises(SpecError, match=re.escape(told)):
+        start_engine("odd", spec, SimpleNamespace(path="", stop_token_ids=()), Placement(**change), 0)
+
+
+def test_engines_are_as_many_as_addresses() -> None:
+    assert engine_count(Placement(engines=3)) == 3
+    assert engine_count(Placement(engines=3, engine_urls="http://one, http://two,")) == 2

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -30,7 +34,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from furlong.ops.policy.generate import RequestError
-from furlong.ops.protocols import GenerateRequest, StaleFence
+from furlong.ops.protocols import GenerateRequest, Sample, StaleFence
 from furlong.ops.weights.delta import DeltaError
 from furlong.ops.weights.digest import manifest, tensor_digest
 from furlong.ops.weights.layout import Offer, TensorSpec, whole
@@ -364,12 +368,13 @@ def test_replies_go_on_over_a_failed_flip(engine, folder):
 
 
 def test_abort_keeps_what_was_drawn(engine):
-    requests = ask(12, 900)
+    requests = ask(40, 900)
     thread, result = in_thread(lambda: engine.generate(requests))
     until(lambda: engine.health()["running"])
     time.sleep(0.3)
-    assert engine.abort(["r11", "nobody"]) == 1
-    assert engine.abort(["r11"]) == 0
+    assert engine.health()["waiting"] > 0
+    assert engine.abort(["r39", "nobody"]) == 1
+    assert engine.abort(["r39"]) == 0
     asked = engine.abort()
     thread.join(20)
     samples = result[0]
@@ -377,7 +382,7 @@ def test_abort_keeps_what_was_drawn(engine):
     ended = [sample for sample in samples if sample.finish_reason == "abort"]
     # Some come to their own end; the last in the line cannot have begun.
     assert 1 < len(ended) <= asked + 1
-    assert {s.request_id for s in samples if not s.tokens} >= {"r11"}
+    assert {s.request_id for s in samples if not s.tokens} >= {"r39"}
     assert any(0 < len(sample.tokens) < 900 for sample in ended)
     for sample in samples:
         assert len(sample.tokens) == len(sample.logprobs)
@@ -391,6 +396,66 @@ def test_two_callers_at_once_get_their_own(engine):
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda _: engine.generate(ask(6)), range(2)))
     assert [s.tokens for s in both[0]] == [s.tokens for s in both[1]]
+
+
+def address(engine: SGLangEngine) -> str:
+    return f"http://127.0.0.1:{engine._server._port}"
+
+
+def test_a_server_of_somebody_else_is_used_and_left_alone(engine, folder):
+    """One that an engine before has left with other weights is given those of the folder."""
+    old = weights(folder)
+    publish(engine, 3, 0, old, changed(old))
+    other = SGLangEngine(folder, 7, "float32", 1, (60,), address(engine))
+    try:
+        assert_serves(other, folder, old, 7)
+        assert other.health()["longest"] == 1024
+        publish(other, 8, 7, old, changed(old, seed=5))
+        assert_serves(other, folder, changed(old, seed=5), 8)
+    finally:
+        other.close()
+    engine._server.get("/server_info", 10.0)
+    with pytest.raises(EngineError, match="does not hold version 3"):
+        engine.attest()
+
+
+def test_a_server_that_serves_another_model_is_refused_and_left_as_it_is(engine, folder, tmp_path):
+    """Nobody has pushed anything to it, so its weights may be dear to somebody."""
+    body = {"new_version": "default", "abort_all_requests": False}
+    engine._server.post("/update_weight_version", body, 10.0)
+    other = shutil.copytree(folder, tmp_path / "other")
+    save_file(changed(weights(folder)), other / "model.safetensors", metadata={"format": "pt"})
+    for path, dtype, words in [
+        (str(other), "float32", "does not hold version 0"),
+        (folder, "bfloat16", "dtype='float32'"),
+        (make_folder(tmp_path / "qwen3", "qwen3"), "float32", "model_type='llama', needed is 'qwen3'"),
+    ]:
+        with pytest.raises(EngineError, match=words):
+            SGLangEngine(path, 0, dtype, 1, (60,), address(engine))
+    SGLangEngine(folder, 0, "float32", 1, (60,), address(engine)).close()
+    for url in ("http://127.0.0.1:9", "127.0.0.1", "https://127.0.0.1:1"):
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=r"http://|broke the connection"):
+            SGLangEngine(folder, 0, "float32", 1, (60,), url)
+        assert time.monotonic() - began < 10
+
+
+def test_a_broken_connection_costs_no_reply(engine, folder):
+    """The server lives: what was asked over it is asked again, with the same random numbers."""
+    request = GenerateRequest("long", (1, 2, 3), 5, 900, 0.7)
+    whole = engine.generate([replace(request, request_id="whole")])[0]
+    engine.submit([request])
+    until(lambda: begun(engine))
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port == engine._server._port:
+            # Ends it for both sides; the thread that waits finds out by itself.
+            with socket.socket(fileno=os.dup(connection.fd)) as found:
+                found.shutdown(socket.SHUT_RDWR)
+    samples: list[Sample] = []
+    until(lambda: samples.extend(engine.collect(0.5, [])) or samples)
+    engine.collect(0.0, ["long"])
+    assert samples[0].tokens == whole.tokens
+    assert samples[0].finish_reason == whole.finish_reason
 
 
 def test_a_server_that_cannot_be_made_whole_is_ended(engine, folder, tmp_path):

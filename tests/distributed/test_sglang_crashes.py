@@ -15,6 +15,7 @@ import pytest
 import torch
 from distributed.sglang_samples import ask, descendants, error_of, in_thread, make_folder
 
+from furlong.ops.policy.architecture import read_architecture
 from furlong.resources.engines.sglang import SGLangEngine
 from furlong.resources.engines.sglang_server import PYTHON_VARIABLE, SGLangServer
 from furlong.resources.engines.step_gate import EngineError
@@ -23,6 +24,7 @@ CHILD = """
 import sys, torch
 from distributed.sglang_samples import changed, deltas, weights
 from furlong.ops.weights.digest import manifest, weights_digest
+from furlong.ops.policy.architecture import read_architecture
 from furlong.resources.engines.sglang import SGLangEngine
 folder = sys.argv[1]
 engine = SGLangEngine(folder, 4, "bfloat16", 1, (60,), push="disk")
@@ -95,7 +97,7 @@ def test_a_server_that_cannot_start_says_why(folder, monkeypatch):
 
 
 def test_a_server_that_is_too_slow_to_start_is_ended(folder, tmp_path):
-    server = SGLangServer(folder, 0, "float32", 1, tmp_path)
+    server = SGLangServer(folder, read_architecture(folder), 0, "float32", 1, tmp_path)
     with pytest.raises(EngineError, match="did not answer within 0"):
         server.wait(0.5)
     assert not psutil.pid_exists(server.pid)

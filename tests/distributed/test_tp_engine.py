@@ -181,7 +181,7 @@ def test_staging_and_digesting_overlap_generation(split, folder, monkeypatch):
     """Steps go on between the beginning and the end of a stage, with the old version."""
     engine = split
     steps, step = [], engine._gate.step
-    monkeypatch.setattr(engine._gate, "step", lambda: steps.append(time.monotonic()) or step())
+    monkeypatch.setattr(engine._gate, "step", lambda until: steps.append(time.monotonic()) or step(until))
     job = Background(lambda: engine.generate(ask(2, 900)))
     wait(lambda: len(steps) > 3)
     _, digests, deltas = next_version(folder)
@@ -353,8 +353,8 @@ def test_ranks_that_draw_differently_are_found_out(start, folder, monkeypatch):
     tell = engine._ranks._tell_steps
 
     def other_seeds(message):
-        for request in message.get("requests", []):
-            request[2] += 1
+        for request in message["turn"]["requests"]:
+            request["seed"] += 1
         tell(message)
 
     monkeypatch.setattr(engine._ranks, "_tell_steps", other_seeds)

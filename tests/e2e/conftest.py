@@ -15,7 +15,10 @@ from furlong.resources.cluster import stop_cluster
 from furlong.resources.lake import Lake
 
 DRIVE = Path(__file__).with_name("drive.py")
-TABLES = ("runs", "prompts", "groups", "trajectories", "rewards", "steps", "weight_versions", "weight_deltas", "evals")
+TABLES = (
+    "runs", "prompts", "groups", "trajectories", "batches", "rewards", "steps", "weight_versions", "weight_deltas", "evals",
+)  # fmt: skip
+"""Those whose rows do not depend on how often a run was killed; `ledger`, `fragments` and `failures` tell of that."""
 
 
 class Place:
@@ -32,6 +35,11 @@ class Place:
     def drive(self, run: str, kill: dict | None = None, **config) -> subprocess.CompletedProcess:
         arguments = [json.dumps({"spec": self.spec, "run": run, **config})] + ([json.dumps(kill)] if kill else [])
         return self.run(sys.executable, str(DRIVE), *arguments)
+
+    def start(self, run: str, env: dict | None = None, **config) -> subprocess.Popen:
+        """Drive a run in a process of its own; whoever starts one ends it."""
+        command = [sys.executable, str(DRIVE), json.dumps({"spec": self.spec, "run": run, **config})]
+        return subprocess.Popen(command, env=env or self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def finish(self, run: str, **config) -> None:
         done = self.drive(run, **config)

@@ -12,8 +12,10 @@ from furlong.ops.records import TABLES
 STEPS, PER_STEP, SAMPLES = 3, 4, 4
 KILLS = {
     "prompts": {"table": "prompts", "step": 0, "when": "after"},
-    "rollouts, before any row": {"table": "trajectories", "step": 2, "when": "before"},
-    "rollouts, between its two tables": {"table": "trajectories", "step": 2, "when": "after"},
+    "rollouts, before any row": {"table": "groups", "step": 2, "when": "before"},
+    "rollouts, reserved": {"table": "groups", "step": 2, "when": "after"},
+    "rollouts, drawn but in no batch": {"table": "trajectories", "step": 2, "when": "after"},
+    "rollouts, in a batch that the ledger does not know": {"table": "batches", "step": 2, "when": "after"},
     "rewards": {"table": "rewards", "step": 2, "when": "before"},
     "train_step, taken but not recorded": {"table": "steps", "step": 2, "when": "before"},
     "train_step, recorded": {"table": "steps", "step": 2, "when": "after"},

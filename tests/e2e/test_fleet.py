@@ -1,6 +1,7 @@
 """Real runs on two engines of two processes each: every version is proved by both, whoever is killed."""
 
 import signal
+import time
 
 import pytest
 
@@ -33,3 +34,27 @@ def test_versions_reach_every_engine_by_every_transport_and_an_engine_that_was_k
     fences = [row["fence"] for row in rows]
     assert fences == sorted(fences), "a later driver has a higher token"
     assert fences[-1] > fences[0]
+
+
+def test_a_run_whose_engines_are_killed_in_turn_ends_with_the_same_weights(place, undisturbed):
+    """Every reply comes, from whichever engine lives, and is the same; who was killed is back by the next publication."""
+    driver = place.start("struck", env={**place.env, "FURLONG_ENGINES": "2"})
+    killed = 0
+    try:
+        begun = time.monotonic()
+        while driver.poll() is None and killed < 2:
+            assert time.monotonic() - begun < 200
+            groups = place.lake.read("groups", {"run": "struck"}, ["step"])["step"].to_pylist()
+            if max(groups, default=0) > killed:
+                place.actor_process(("engine-1", "engine")[killed], "struck").send_signal(signal.SIGKILL)
+                killed += 1
+            time.sleep(0.02)
+        _, err = driver.communicate(timeout=200)
+        assert driver.returncode == 0, err[-4000:]
+    finally:
+        driver.kill()
+    assert killed == 2
+    assert place.digests("struck") == undisturbed[0]
+    last = versions(place, "struck")[-1]
+    assert last["state"] == "live"
+    assert {proof["digest"] for proof in last["attestations"]} == {last["digest"]}

@@ -22,4 +22,5 @@ def run(made, tmp_path, quick_spec):
     shutil.copytree(made / "models", tmp_path / "models")
     run = open_run(tmp_path, quick_spec)
     yield run
+    run.pause()
     run.verifier.close()

@@ -341,8 +341,8 @@ def flip_bit(tensor):
 
 LIVE_BYTES = {
     "model.layers.1.self_attn.q_proj.weight": lambda d: d._layers[1]._qkv._weight,
-    "model.layers.1.mlp.gate_proj.weight": lambda d: d._layers[1]._gate_up._weight,
-    "model.layers.0.mlp.down_proj.weight": lambda d: d._layers[0]._down._weight,
+    "model.layers.1.mlp.gate_proj.weight": lambda d: d._layers[1]._block._gate_up._weight,
+    "model.layers.0.mlp.down_proj.weight": lambda d: d._layers[0]._block._down._weight,
     "model.layers.0.input_layernorm.weight": lambda d: d._layers[0]._norm1.wide,
     "model.norm.weight": lambda d: d._final_norm.wide,
 }

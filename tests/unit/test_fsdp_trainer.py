@@ -104,6 +104,20 @@ def test_metrics_by_hand(folder):
     assert metrics.learning_rate == 1e-3
 
 
+def test_mismatch_is_measured_on_fresh_tokens_only(folder):
+    trainer = loaded(folder)
+    batch = near(trainer, make_batch(4))
+    fresh = tuple(tuple(t % 2 == 0 for t in range(len(row))) for row in batch.replies)
+    stale = tuple(tuple(v if new else v - 0.5 for v, new in zip(*pair, strict=True))
+                  for pair in zip(batch.logprobs, fresh, strict=True))  # fmt: skip
+    kept = replace(batch, masks=tuple(tuple(a and b for a, b in zip(*pair, strict=True))
+                                      for pair in zip(batch.masks, fresh, strict=True)))  # fmt: skip
+    metrics = trainer.step(replace(batch, logprobs=stale, fresh=fresh))
+    alone = loaded(folder).step(kept)
+    assert metrics.mismatch_coverage == pytest.approx(alone.tokens_trained / metrics.tokens_trained)
+    assert metrics.mismatch_mean == pytest.approx(alone.mismatch_mean, abs=2e-6)
+
+
 def test_adamw_over_two_steps_by_hand(folder):
     """m and v as running means of g and g^2, both divided by 1 - beta^t; decay pulls before the move."""
     b1, b2, decay = 0.7, 0.9, 0.1
@@ -148,6 +162,7 @@ def test_loss_and_gradients_do_not_depend_on_layout(folder, seed, budget, data):
         replies=(*pick(batch.replies), extra),
         logprobs=(*pick(batch.logprobs), (math.nan,) * len(extra)),
         masks=(*pick(batch.masks), (False,) * len(extra)),
+        fresh=(*pick(batch.fresh), (True,) * len(extra)),
         advantages=(*pick(batch.advantages), math.nan),
         trajectory_ids=(*pick(batch.trajectory_ids), "masked"),
     )
@@ -254,10 +269,11 @@ def test_empty_batch_counts_as_a_step_and_changes_no_weight(folder):
     silent = replace(batch, masks=tuple((False,) * len(mask) for mask in batch.masks))
     before = everything(trainer)
     metrics = trainer.step(silent)
-    assert all(math.isfinite(value) for value in asdict(metrics).values())
+    assert all(math.isfinite(value) for value in asdict(metrics).values() if value is not None)
+    assert (metrics.mismatch_coverage, metrics.mismatch_mean) == (0.0, None), "nothing was compared, and that is said"
     assert (metrics.loss, metrics.tokens_trained, metrics.grad_norm) == (0.0, 0, 0.0)
     assert_bitwise(everything(trainer), before | {"step": torch.tensor([1])})
-    nothing = replace(batch, step=2, prompts=(), **dict.fromkeys(("group", "replies", "logprobs", "masks"), ()))
+    nothing = replace(batch, step=2, prompts=(), **dict.fromkeys(("group", "replies", "logprobs", "masks", "fresh"), ()))
     assert trainer.step(replace(nothing, advantages=(), trajectory_ids=())).tokens_trained == 0
     fresh = loaded(folder)
     fresh.completed = 2

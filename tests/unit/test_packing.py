@@ -18,7 +18,7 @@ def batch_of(prompts, group, replies, masks=None) -> TrainBatch:
     masks = masks or tuple((True,) * len(reply) for reply in replies)
     names = tuple(f"t{i}" for i in range(len(group)))
     zeros = tuple((0.0,) * len(reply) for reply in replies)
-    return TrainBatch(1, 1.0, prompts, group, replies, zeros, masks, (1.0,) * len(group), names)
+    return TrainBatch(1, 1.0, prompts, group, replies, zeros, masks, masks, (1.0,) * len(group), names)
 
 
 def seen_by(micro, token):
@@ -117,7 +117,7 @@ def test_longest_rows_first_and_the_same_every_time():
     [
         ({"advantages": (1.0,)}, "1 advantages for 2 trajectories"),
         ({"logprobs": ((0.0,), (0.0,))}, "trajectory t0: 2 tokens, 1 log-probabilities"),
-        ({"masks": ((True, True), ())}, "trajectory t1: 1 tokens, 1 log-probabilities and 0 mask"),
+        ({"masks": ((True, True), ())}, "trajectory t1: 1 tokens, 1 log-probabilities, 0 mask"),
         ({"group": (0, 2)}, "trajectory t1: group 2 of 2"),
         ({"group": (0, -1)}, "trajectory t1: group -1 of 2"),
         ({"replies": ((1, VOCABULARY), (1,))}, "trajectory t0: a token outside"),

@@ -1,14 +1,13 @@
 """What goes wrong between the lake and the engines: damaged files, lost rows, lost parties, calls that come too late."""
 
-import threading
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from test_stages import RUN, live, new_engine, new_fleet, new_trainer, take
+from test_stages import RUN, live, new_engine, new_fleet, new_trainer, restart, take
 
 from furlong.ops.policy.manifest import ModelError
-from furlong.ops.protocols import GenerateRequest, StaleFence
+from furlong.ops.protocols import StaleFence
 from furlong.ops.stages.context import StageError
 from furlong.ops.weights.delta import DeltaError
 from furlong.resources.actors import ActorLost
@@ -80,7 +79,7 @@ def anchored_run(run):
 def test_an_engine_refuses_a_damaged_anchor_and_keeps_what_it_serves(run, fault):
     path = anchored_run(run)
     whole = path.read_bytes()
-    run.engines = new_fleet(run)
+    restart(run, engines=new_fleet(run))
     engine = run.engines.members[0]
     before = engine.attest()
     kind, told = {
@@ -113,11 +112,11 @@ def test_a_proof_does_not_outlive_what_it_proved(run):
 
     def wrong(path, version, chain, fence, digests):
         honest(base, version, [], fence)
-        raise ActorLost("killed here")
+        raise EngineError("broke off here")
 
     engine.load_anchor(base, 0, [], run.fence)
     engine.load_anchor = wrong
-    with pytest.raises(ActorLost):
+    with pytest.raises(EngineError, match="broke off here"):
         run.engines_at(1)
     engine.load_anchor = honest
     run.engines_at(1)
@@ -155,7 +154,7 @@ def test_a_new_engine_refuses_damaged_rows_by_tensor(run, fault):
     take(run, 1)
     rows = rows_of(run, 1)
     put_rows(run, 1, fault(rows, TENSOR))
-    run.engines = new_fleet(run)
+    restart(run, engines=new_fleet(run))
     with pytest.raises((EngineError, DeltaError), match=TENSOR):
         run.engines_at(1)
     assert serving(run.engines.members[0]) == (0, False)
@@ -169,7 +168,7 @@ def test_a_missing_row_of_a_version_is_named(run):
     where = {"run": RUN, "version": 1}
     row = run.lake.read("weight_versions", where)
     run.lake.replace("weight_versions", where, row.slice(0, 0))
-    run.engines = new_fleet(run)
+    restart(run, engines=new_fleet(run))
     with pytest.raises(StageError, match="version 1 is not in the lake"):
         run.engines_at(1)
     run.lake.replace("weight_versions", where, row)
@@ -239,7 +238,7 @@ class Mortal:
 def test_engines_that_die_during_a_publication_are_replaced_and_it_is_finished(run, dies_in, dying):
     take(run, 1, stages=BEFORE_PUBLISHING)
     members = [Mortal(new_engine(run), dies_in.split() if n < dying else ()) for n in range(2)]
-    run.engines = Fleet(RUN, run.lake, str(run.model.path), members, lambda _: new_engine(run))
+    restart(run, engines=Fleet(RUN, run.lake, str(run.model.path), members, lambda _: new_engine(run)))
     run.engines._proved = [0, 0]
     values = publish(run)
     assert "the engine was lost in" in values["retried_because"]
@@ -286,34 +285,3 @@ def test_an_overtaken_driver_does_not_try_again(run, monkeypatch):
         publish(run)
     assert staged == []
     assert set(live(run)) == {0}
-
-
-class Talker:
-    """An engine that draws until it is told to stop, or dies."""
-
-    def __init__(self, dies):
-        self.dies, self.told = dies, threading.Event()
-
-    def generate(self, requests):
-        if self.dies:
-            raise ActorLost("killed here")
-        assert self.told.wait(30), "nobody ended these replies"
-        return []
-
-    def abort(self):
-        if self.dies:
-            raise ActorLost("not this one's fault")
-        self.told.set()
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_an_engine_that_dies_while_replies_are_drawn_ends_the_others_and_is_named(number):
-    engines = [Talker(False), Talker(False)]
-    engines[number] = Talker(True)
-    fleet = Fleet(RUN, None, "", engines, lambda number: None)
-    requests = [GenerateRequest(str(n), (n,), n, 4, 0.0) for n in range(2)]
-    if number == 1:
-        engines[0].told.set()
-    with pytest.raises(ActorLost, match="killed here"):
-        fleet.generate(requests)
-    assert engines[1 - number].told.is_set()

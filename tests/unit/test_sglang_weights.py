@@ -11,7 +11,8 @@ from furlong.resources.engines.step_gate import EngineError
 
 
 def architecture(kind: str, tied: bool) -> Architecture:
-    return Architecture(kind, 61, 32, 2, 4, 2, 8, 48, 1e-5, 1e4, 64, tied)
+    experts = {"experts": 3, "top_k": 2, "expert_ffn": 24, "expert_layers": (0, 1)} if kind == "qwen3_moe" else {}
+    return Architecture(kind, 61, 32, 2, 4, 2, 8, 48, 1e-5, 1e4, 64, tied, **experts)
 
 
 def some_weights(arch: Architecture) -> Weights:
@@ -20,7 +21,9 @@ def some_weights(arch: Architecture) -> Weights:
     return weigh(3, tensors, arch, torch.float32)
 
 
-@pytest.fixture(params=[("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True)], ids=str)
+@pytest.fixture(
+    params=[("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True), ("qwen3_moe", False)], ids=str
+)
 def arch(request: pytest.FixtureRequest) -> Architecture:
     return architecture(*request.param)
 
@@ -29,6 +32,16 @@ def test_every_tensor_is_in_one_parameter(arch: Architecture) -> None:
     held = [name for names in parameters(arch).values() for name in names]
     assert sorted(held) == sorted(arch.shapes())
     assert ("lm_head.weight" in parameters(arch)) is not arch.tied
+
+
+def test_experts_of_a_layer_are_two_parameters() -> None:
+    arch = architecture("qwen3_moe", False)
+    held = parameters(arch)
+    at = "model.layers.1.mlp.experts."
+    assert held[f"{at}w13_weight"] == [f"{at}{e}.{part}_proj.weight" for e in range(3) for part in ("gate", "up")]
+    assert held[f"{at}w2_weight"] == [f"{at}{e}.down_proj.weight" for e in range(3)]
+    assert held["model.layers.1.mlp.gate.weight"] == ["model.layers.1.mlp.gate.weight"]
+    assert not any("gate_up_proj" in name for name in held)
 
 
 def test_exactly_the_parameters_of_the_version_are_accepted(arch: Architecture) -> None:

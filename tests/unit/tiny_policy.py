@@ -6,9 +6,10 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from furlong.ops.protocols import TrainBatch
 from furlong.ops.spec import AlgorithmSpec, DataSpec, ModelSpec, RunSpec, SamplingSpec, TaskSpec, TrainerSpec
@@ -30,6 +31,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=12, tie_word_embeddings=False),
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 
 
 def make_folder(path: Path, architecture: str = "llama") -> str:
@@ -37,6 +39,37 @@ def make_folder(path: Path, architecture: str = "llama") -> str:
     torch.manual_seed(7)
     AutoModelForCausalLM.from_config(CONFIGS[architecture]).save_pretrained(path)
     return str(path)
+
+
+def make_tiny_moe(path: Path, **changes: object) -> str:
+    """A saved random Qwen3-MoE model, for engines only: layers 0 and 2 have experts, layer 1 has none.
+
+    Args:
+        changes: of its configuration.
+    """
+    shape = SHAPE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "head_dim": 12}
+    torch.manual_seed(7)
+    config = Qwen3MoeConfig(**{**shape, **EXPERTS, "tie_word_embeddings": False, **changes})
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+def experts_of(model: nn.Module, tokens: tuple[int, ...], cache: DynamicCache | None = None) -> np.ndarray:
+    """Ids of each token's experts in ascending order, tokens x layers x top_k, as transformers chooses them.
+
+    Args:
+        cache: what the tokens come after; it is added to.
+    """
+    found: list[Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    hooks = [gate.register_forward_hook(lambda module, args, out: found.append(out[2])) for gate in gates]
+    try:
+        with torch.no_grad():
+            model(torch.tensor([tokens]), cache=cache, use_cache=cache is not None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(found, dim=1).sort(-1)[0].numpy()
 
 
 def make_spec(folder: str, compute: str = "float32", budget: int = 512, **algorithm: object) -> RunSpec:
@@ -71,6 +104,7 @@ def make_batch(seed: int, sizes: tuple[int, ...] = (4, 1, 3), step: int = 1, let
         replies=replies,
         logprobs=tuple(tuple(rng.uniform(-6, -1) for _ in reply) for reply in replies),
         masks=tuple(masks),
+        fresh=tuple(tuple(True for _ in reply) for reply in replies),
         advantages=tuple(rng.gauss(0, 1) for _ in group),
         trajectory_ids=tuple(f"trajectory-{i}" for i in range(len(group))),
     )
