@@ -14,6 +14,7 @@ import os
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 SPEC = {
@@ -64,7 +65,7 @@ def measure(root: Path, models: Path, bound: int, steps: int) -> dict:
     lengths = [sum(mask) for mask in lake.read("trajectories", {"run": run}, ["loss_mask"])["loss_mask"].to_pylist()]
     return usage(lake, run) | {
         "seconds": time.monotonic() - began,
-        "step": statistics.median(b - a for a, b in zip(live[1:], live[2:], strict=False)),
+        "step": statistics.median(b - a for a, b in pairwise(live[1:])),
         "lengths": statistics.quantiles(lengths, n=20),
     }
 

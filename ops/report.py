@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from statistics import median
 from typing import Any
 
@@ -80,7 +81,7 @@ def extremes(lake: LakeLike, run: str, steps: list[dict[str, Any]]) -> dict[str,
     if not outcomes:
         return {"best": None, "worst": None}
     names = [o["trajectory_id"] for o in outcomes]
-    columns = ["trajectory_id", "prompt_id", "text", "logprobs", "finish_reason"]
+    columns = ["trajectory_id", "prompt_id", "text", "messages", "turns", "logprobs", "finish_reason"]
     found = {
         r["trajectory_id"]: r
         for r in lake.read("trajectories", {"run": run, "trajectory_id": names}, columns).to_pylist()
@@ -108,11 +109,20 @@ def _told(outcome: dict[str, Any], found: dict[str, dict], asked: dict[str, dict
     return {
         "trajectory_id": outcome["trajectory_id"],
         "question": prompt["question"],
-        "reply": row["text"],
+        "reply": row["text"] if row["turns"] < 2 else transcript(json.loads(row["messages"])),
         "answer": prompt["answer"],
         "reward": outcome["reward"],
         "finish_reason": row["finish_reason"],
     }
+
+
+def transcript(messages: list[dict[str, Any]]) -> str:
+    """A conversation after its question, a line per message."""
+    lines = []
+    for message in messages[next(i for i, m in enumerate(messages) if m["role"] == "assistant") :]:
+        calls = [f"{c['function']['name']}({c['function']['arguments']})" for c in message.get("tool_calls") or []]
+        lines.append(f"{message['role']}: " + " ".join([message.get("content") or "", *calls]).strip())
+    return "\n".join(lines)
 
 
 def lineage(lake: LakeLike, run: str, version: int) -> dict[str, Any]:

@@ -98,9 +98,9 @@ class TaskSpec(Frozen):
     """One family of procedurally generated questions."""
 
     name: str
-    """`sort_digits`, or the name of a reasoning-gym dataset such as `chain_sum`, `products`, `gcd`."""
+    """`sort_digits`, `long_arithmetic`, `verifiers`, or a reasoning-gym dataset such as `chain_sum`, `products`, `gcd`."""
     options: dict[str, int | float | str | bool] = {}
-    """Passed to the generator as they are, e.g. `min_terms: 2`."""
+    """Passed to the generator as they are, e.g. `min_terms: 2`; `reward.*` shape the reward (`ops/tasks/shaping.py`)."""
 
 
 class EnvSpec(Frozen):

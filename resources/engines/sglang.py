@@ -113,13 +113,13 @@ class SGLangEngine:
             else:
                 self._server = SGLangServer(folder, self._architecture, version, dtype, self._threads, self._scratch)
             self._pause = ServerPause(self._server)
+            self._live = self._weigh(version, read_tensors(folder, self._architecture, DTYPES[dtype]))
+            if isinstance(self._server, SGLangServer):
+                self._server.wait()
             capacity = self._server.capacity
             self._requests = ServerRequests(
                 self._server, capacity, self._architecture, stops, lambda: f"{self._tag}.{self._flips}"
             )
-            self._live = self._weigh(version, read_tensors(folder, self._architecture, DTYPES[dtype]))
-            if isinstance(self._server, SGLangServer):
-                self._server.wait()
             self._pusher: Pusher = make_pusher(push, self._server, self._scratch)
             if url:
                 self._take_over()

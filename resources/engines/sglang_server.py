@@ -64,6 +64,7 @@ class SGLangServer(ServerClient):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         super().__init__("127.0.0.1", port)
+        self._architecture = architecture
         free = psutil.virtual_memory().available
         self.capacity = sglang_capacity.choose(architecture, DTYPES[dtype].itemsize, free)
         interpreter = python()
@@ -112,6 +113,9 @@ class SGLangServer(ServerClient):
         end = time.monotonic() + deadline
         while not self.ended and time.monotonic() < end:
             if self.answers(5.0):
+                # It takes less room than asked for where it finds too little memory.
+                room = sglang_capacity.read(self._architecture, self.get("/server_info", ANSWER_DEADLINE))
+                self.capacity = min(self.capacity, room, key=lambda capacity: capacity.tokens)
                 return
             time.sleep(0.25)
         ended = self.ended

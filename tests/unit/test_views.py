@@ -9,6 +9,7 @@ from rich.console import Console
 from furlong.cli.live import sparkline
 from furlong.cli.report_view import reward_plot, show_report
 from furlong.ops.plots import line_plot
+from furlong.ops.report import transcript
 from furlong.ops.spec import Placement
 
 
@@ -59,7 +60,25 @@ def test_a_run_taken_step_by_step_can_be_shown(overhead, shown):
         "tokens_per_second": 1.0, "overhead_seconds_per_step": overhead, "peak_rss_bytes": 1, "best": None, "worst": None,
         "lineage": {"version": 1, "digest": "00", "step": 1, "sampled_by_version": 0, "prompts": [], "trajectories": {},
                     "ancestors": [0]},
+        "rollouts": {"staleness_max": 2, "staleness_mean": 1.25, "engine_idle_share": 0.1, "sampled_tokens": 200,
+                     "wasted_tokens": {"stale": 20}, "failures": {"engine_lost": 3}},
     }  # fmt: skip
     console = Console(record=True, width=100)
     show_report(console, report, Placement())
-    assert shown in console.export_text()
+    text = console.export_text()
+    for part in (shown, "1.25, 2 steps", "10.0% stale", "3 engine_lost"):
+        assert part in text, part
+
+
+def test_a_conversation_is_told_line_by_line():
+    call = {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "2+2"}'}}
+    messages = [
+        {"role": "system", "content": "Use tools."},
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    assert transcript(messages).splitlines() == [
+        'assistant: calculator({"expression": "2+2"})', "tool: 4", "assistant: It is 4.",
+    ]  # fmt: skip
