@@ -11,7 +11,9 @@ console = Console(highlight=False)
 
 
 def demo(
-    spec: Annotated[str, typer.Option(help="Spec to run: smollm2, tiny, tools, or the path of a spec file.")] = "smollm2",
+    spec: Annotated[
+        str, typer.Option(help="Spec to run: smollm2, tiny, tools, or the path of a spec file.")
+    ] = "smollm2",
     seed: Annotated[int, typer.Option(help="The run's seed.")] = 0,
     run: Annotated[str, typer.Option(help="Name of the run; empty continues the unfinished one or starts anew.")] = "",
 ) -> None:

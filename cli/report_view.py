@@ -103,8 +103,9 @@ def _lineage(line: dict[str, Any]) -> Panel:
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
     ancestors = [f"v{version}" for version in line["ancestors"]]
     shown = " <- ".join(ancestors[:6] + (["...", ancestors[-1]] if len(ancestors) > 6 else []))
+    sampled = ", ".join(f"v{version}" for version in line["sampled_by_versions"])
     text = (
         f"v{line['version']} digest {line['digest'][:16]} was made by step {line['step']} from {len(kinds)} trajectories "
-        f"({counts})\nsampled by v{line['sampled_by_version']} on prompts {prompts}\nbuilt on {shown}"
+        f"({counts})\nsampled by {sampled} on prompts {prompts}\nbuilt on {shown}"
     )
     return Panel(Text(text), title="lineage of the last weights version", title_align="left")

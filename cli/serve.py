@@ -28,7 +28,6 @@ def serve(
     from furlong.resources.serving.server import Server, ServerError
     from furlong.resources.system import System
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         placement = Placement.from_env()
         with System(placement).holding(run) as lent:
@@ -39,6 +38,7 @@ def serve(
             template = ChatTemplate(lent.tokenizer)
             journal = lent.folder / "served"
             endpoint = Endpoint(template, lambda requests, key: engines.generate(requests), defaults, journal)
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # after Ray, which sets one of its own
             with Server(endpoint, port):
                 console.print(f"version {at} of run {run}: {endpoint.address}/v1   (Ctrl-C ends it)")
                 threading.Event().wait()

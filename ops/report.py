@@ -133,17 +133,18 @@ def lineage(lake: LakeLike, run: str, version: int) -> dict[str, Any]:
     while rows[chain[-1]]["parent"] is not None:
         chain.append(rows[chain[-1]]["parent"])
     key = {"run": run, "step": row["step"], "attempt": row["attempt"]}
-    steps = lake.read("steps", key, ["outcomes", "batch_digest", "version_before"]).to_pylist()
+    steps = lake.read("steps", key, ["outcomes", "batch_digest"]).to_pylist()
     outcomes = steps[0]["outcomes"] if steps else []
     names = [group["group_id"] for row in lake.read("batches", key, ["groups"]).to_pylist() for group in row["groups"]]
     groups = lake.read("groups", {"run": run, "group_id": names}, ["group_id", "prompt_id"]).to_pylist()
+    spans = lake.read("trajectories", {"run": run, "group_id": names}, ["version_spans"])["version_spans"].to_pylist()
     return {
         "version": version,
         "digest": row["digest"],
         "ancestors": chain[1:],
         "step": row["step"],
         "attempt": row["attempt"],
-        "sampled_by_version": steps[0]["version_before"] if steps else None,
+        "sampled_by_versions": sorted({span["version"] for some in spans for span in some}),
         "batch_digest": steps[0]["batch_digest"] if steps else None,
         "prompts": sorted({group["prompt_id"] for group in groups}),
         "trajectories": {o["trajectory_id"]: o["disposition"] for o in outcomes},

@@ -42,15 +42,17 @@ def metadata(report: StageReport, run: "OpenRun") -> dict[str, Any]:
 
 
 def _sql(report: StageReport) -> str:
-    where = " AND ".join(f"{k} = {v!r}" for k, v in report.key.columns().items())
-    batch = f"(SELECT unnest(groups).group_id FROM batches WHERE {where})"
+    """What to ask the lake for a stage's rows, in words that DataFusion and DuckDB both understand."""
+    run, where = repr(report.key.run), " AND ".join(f"{k} = {v!r}" for k, v in report.key.columns().items())
+    batch = f"(SELECT unnest(groups)['group_id'] FROM batches WHERE {where})"
+    dataset = f"(SELECT dataset FROM runs WHERE run = {run})"
     queries = {
-        "prompts": "SELECT split, count(*) FROM prompts GROUP BY split",
+        "prompts": f"SELECT split, count(*) FROM prompts WHERE dataset IN {dataset} GROUP BY split",
         "rollouts": f"SELECT * FROM trajectories WHERE group_id IN {batch}",
         "rewards": "SELECT verdict, count(*), avg(score) FROM rewards JOIN trajectories USING (run, trajectory_id)\n"
         f"WHERE group_id IN {batch} GROUP BY verdict",
         "train_step": f"SELECT * FROM steps WHERE {where}",
         "weight_publish": f"SELECT version, state, digest, delta_bytes FROM weight_versions WHERE {where}",
-        "evals": f"SELECT version, mode, avg(correct / samples) FROM evals WHERE run = {report.key.run!r} GROUP BY 1, 2",
+        "evals": f"SELECT version, mode, avg(1.0 * correct / samples) FROM evals WHERE run = {run} GROUP BY version, mode",
     }
     return queries[report.stage]

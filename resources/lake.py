@@ -56,6 +56,11 @@ class Lake:
         self._tables = {name: LakeTable(name, f"{root}/{name}", storage_options) for name in records.TABLES}
         self._absent: dict[str, tuple[dict[str, list[Any]], int]] = {}
 
+    def create(self) -> None:
+        """Create the tables that there are not yet, so that queries may name each, whether it has rows already or not."""
+        for handle in self._tables.values():
+            handle.ensure()
+
     def read(
         self, table: str, where: Where | None = None, columns: list[str] | None = None, version: int | None = None
     ) -> pa.Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -141,12 +141,10 @@ class OpenRun:
 
     def pause(self) -> None:
         """Stop drawing; whoever drives this run next goes on from what was drawn."""
-        if pump := vars(self).pop("pump", None):
-            pump.close()
-        if router := vars(self).pop("router", None):
-            router.close()
-        if player := vars(self).pop("player", None):
-            player.close()
+        with ExitStack() as closing:  # the last first, and each of them whatever another one raises
+            for name in ("player", "router", "pump"):
+                if party := vars(self).pop(name, None):
+                    closing.callback(party.close)
 
     @property
     def context_length(self) -> int:

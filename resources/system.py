@@ -145,6 +145,7 @@ class System:
             "dataset": dataset_id(spec.data, spec.seed), "base_digest": model.digest, "code_version": code_hash(),
             "created_at": time.time(),
         }  # fmt: skip
+        lake.create()
         lake.commit_once("runs", {"run": name}, records.rows("runs", [row]))
         return name
 

@@ -17,6 +17,8 @@ from furlong.ops.records import Verdict
 from furlong.ops.tasks.scoring import modules
 
 CHUNK = 65536
+LONGEST_ANSWER = 2**24
+"""Bytes; a child that writes more is not answering."""
 
 
 class VerifierError(RuntimeError):
@@ -139,10 +141,11 @@ class VerifierWorker:
             if line:
                 selector.register(stdin, selectors.EVENT_WRITE)
             while b"\n" not in self._buffer:
-                remaining = until - time.monotonic()
-                if remaining <= 0:
+                events = selector.select(max(0.0, until - time.monotonic()))
+                # What came in time counts, also when nobody looked until after it.
+                if not events and time.monotonic() >= until:
                     raise TimeoutError("the verifier's child did not answer in time; the caller says what that means")
-                for key, _ in selector.select(remaining):
+                for key, _ in events:
                     if key.fd == stdout:
                         self._read(stdout)
                         continue
@@ -157,6 +160,8 @@ class VerifierWorker:
         if not data:
             raise _ChildDied("the verifier's child closed its output; its exit status says why")
         self._buffer += data
+        if len(self._buffer) > LONGEST_ANSWER:
+            raise _ChildDied(f"the verifier's child wrote {len(self._buffer)} bytes without an answer; mend the scorer")
 
     def _write(self, stdin: int, line: bytes) -> bytes:
         try:

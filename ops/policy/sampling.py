@@ -27,6 +27,10 @@ class NonFiniteLogits(ArithmeticError):
             f"the model's logits are not finite for request {', '.join(request_ids[:3])} ({len(request_ids)} in all); "
             "check the digest of the weights version, and its temperature"
         )
+        self.request_ids = request_ids
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.request_ids,)
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,8 @@ def _kept(chances: Float[Tensor, "b blocks n"], rules: Rules) -> Float[Tensor, "
         stays = _stays(likely, mass, rules)
         # All that are as likely as the last of the few might stay or go with it, and some are not among the few.
         rest = (stays & (likely <= likely[:, -1:])).any(dim=-1)
+        # top-p is a share of all that top-k leaves, which are more than the few.
+        rest |= torch.from_numpy((rules.top_k > _LIKELIEST) & (rules.top_p < 1))
         found.scatter_(1, ids, torch.where(stays, likely, 0.0))
     if rest.any():
         likely, ids = flat[rest].sort(dim=-1, descending=True, stable=True)

@@ -62,15 +62,13 @@ class Choice:
         }
 
 
-def tokens_by_step(
-    spans: Iterable[tuple[int, int, int]], step_of: Mapping[int, int], into: dict[int, int] | None = None
-) -> dict[int, int]:
-    """Count spans (version, start, end) by the step that made the version, added to `into`: `Candidate.sampled`.
+def tokens_by_step(spans: Iterable[tuple[int, int, int]], step_of: Mapping[int, int]) -> dict[int, int]:
+    """Count tokens of spans (version, start, end) by the step that made the version: `Candidate.sampled`.
 
     Raises:
         AdmissionError: a version that `step_of` (0 for the base, else column `step` of weight_versions) lacks.
     """
-    counted = {} if into is None else into
+    counted: dict[int, int] = {}
     for version, start, end in spans:
         if version not in step_of:
             raise AdmissionError(

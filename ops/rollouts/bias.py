@@ -11,7 +11,8 @@ import pyarrow as pa
 
 def length_bias(batches: pa.Table, groups: pa.Table, trajectories: pa.Table) -> dict[str, Any]:
     """How the lengths of groups relate to when, and whether, they were trained on. Lengths are sampled tokens per
-    trajectory, means over a group's trajectories first; an entry is None where there is nothing to compute it from.
+    trajectory, those that leaves share in the first only, means over a group's trajectories first; an entry is None where
+    there is nothing to compute it from.
 
     Displacement of a group is how many batches later (negative: earlier) it was trained than in strict order of
     position. Where length did not matter, correlation and differences scatter around 0.
@@ -19,7 +20,7 @@ def length_bias(batches: pa.Table, groups: pa.Table, trajectories: pa.Table) -> 
     Args:
         batches: columns step, attempt, groups, passed_over, waiting_groups, waiting_tokens; one attempt per step.
         groups: columns group_id, position.
-        trajectories: columns group_id, version_spans.
+        trajectories: columns group_id, loss_mask.
     Returns:
         groups: number in batches.
         tokens_admitted: their mean length.
@@ -54,8 +55,8 @@ def length_bias(batches: pa.Table, groups: pa.Table, trajectories: pa.Table) -> 
 
 def _lengths(trajectories: pa.Table) -> dict[str, float]:
     found: dict[str, list[int]] = defaultdict(list)
-    for row in trajectories.select(["group_id", "version_spans"]).to_pylist():
-        found[row["group_id"]].append(sum(span["end"] - span["start"] for span in row["version_spans"]))
+    for row in trajectories.select(["group_id", "loss_mask"]).to_pylist():
+        found[row["group_id"]].append(sum(row["loss_mask"]))
     return {name: sum(tokens) / len(tokens) for name, tokens in found.items()}
 
 

@@ -12,12 +12,16 @@ T = TypeVar("T")
 
 GRACE = 1.0
 """Seconds beyond its deadline that a call has to give up by itself."""
+LOOK_SECONDS = 0.5
 
 
-def bounded(calls: Sequence[Callable[[], T]], seconds: float) -> list[T | Exception]:
+def bounded(
+    calls: Sequence[Callable[[], T]], seconds: float, look: Callable[[], object] = lambda: None
+) -> list[T | Exception]:
     """What each call returned or raised, in order; a TimeoutError for one that did not end in time.
 
     All run at once. A thread of a call that never ends stays until the process does, and what it returns then is lost.
+    `look` is called twice a second meanwhile; what it raises ends the wait.
     """
     done: queue.SimpleQueue[tuple[int, T | Exception]] = queue.SimpleQueue()
 
@@ -32,10 +36,14 @@ def bounded(calls: Sequence[Callable[[], T]], seconds: float) -> list[T | Except
     until = time.monotonic() + seconds + GRACE
     found: dict[int, T | Exception] = {}
     while len(found) < len(calls):
+        left = max(0.0, until - time.monotonic())
         try:
-            index, result = done.get(timeout=max(0.0, until - time.monotonic()))
+            index, result = done.get(timeout=min(LOOK_SECONDS, left))
         except queue.Empty:
-            break
-        found[index] = result
+            if left <= LOOK_SECONDS:
+                break
+            look()
+        else:
+            found[index] = result
     late = TimeoutError(f"the environment did not answer within {seconds:g} s; mend it, or raise reply_deadline")
     return [found.get(index, late) for index in range(len(calls))]

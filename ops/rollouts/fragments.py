@@ -131,29 +131,6 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> list[Sample]:
     return [_sample(row) for row in rows]
 
 
-def stale_mask(versions: Sequence[tuple[int, int, int]], tokens: int) -> tuple[bool, ...]:
-    """True where a token was sampled by the newest version among its trajectory's; to be put over the loss mask.
-
-    Args:
-        versions: spans (version, start, end) over the sampled tokens, which need not be all.
-        tokens: number of tokens of the trajectory.
-    Raises:
-        FragmentError: no span, or one that does not lie within the tokens or overlaps another.
-    """
-    if not versions:
-        raise FragmentError("a trajectory tells no weights version of its tokens; without, none can count as fresh")
-    newest, end_before = max(version for version, _, _ in versions), 0
-    mask = [False] * tokens
-    for version, start, end in versions:
-        if not end_before <= start < end <= tokens:
-            raise FragmentError(
-                f"span {start} to {end} of version {version} does not fit {tokens} tokens; see {versions}"
-            )
-        mask[start:end] = [version == newest] * (end - start)
-        end_before = end
-    return tuple(mask)
-
-
 def _check_part(part: Sample, name: str, number: int, last: bool) -> None:
     if part.request_id != part_id(name, number):
         raise FragmentError(

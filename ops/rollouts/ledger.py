@@ -162,20 +162,6 @@ class Ledger:
         taken, self._events = self._events, []
         return records.rows("ledger", taken)
 
-    def restore_events(self, events: pa.Table) -> None:
-        """Take back what `take_events` gave last, because it surely was not committed; the next call gives it first.
-
-        When it is not known whether the commit took place, commit the same table again instead: `commit_once` tells.
-        """
-        rows = events.to_pylist()
-        after = self._events[0]["seq"] if self._events else self._seq + 1
-        if [row["seq"] for row in rows] != list(range(after - len(rows), after)):
-            raise LedgerError(
-                f"ledger of {self.run}: events given back do not come right before event {after}; give back exactly what "
-                "the last take_events gave, newest first"
-            )
-        self._events = rows + self._events
-
     def _append_all(self, group_ids: Iterable[str], state: State, step: int) -> None:
         names = list(group_ids)
         if len(set(names)) != len(names):

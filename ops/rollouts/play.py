@@ -19,6 +19,9 @@ from furlong.ops.sessions.session import Session, SessionError, Turn, turn_seed
 from furlong.ops.sessions.template import ChatTemplate, TemplateError
 from furlong.ops.spec import SamplingSpec
 
+Act = Callable[[Sequence[Callable[[], Any]]], list[Any]]
+"""Makes calls into the environment at once: their results and errors."""
+
 
 @dataclass
 class _Seat:
@@ -55,7 +58,8 @@ def play(
         prompt: the row of table `prompts` that the group is about.
         env: what it is played in.
         template: of the model.
-        draw: draws the replies of all tasks that are at the same turn; it may raise EngineLost.
+        draw: draws the replies of all tasks that are at the same turn; it may raise EngineLost. While the environment is
+            at work it is asked for none now and then, and what it raises then ends everything.
         sampling: `max_new_tokens` bounds each reply.
         deadline: seconds that one reply, and one step of the environment, may take.
         context_length: longest conversation, in tokens; one that grows beyond it ends with reason `length`.
@@ -63,25 +67,27 @@ def play(
     Raises:
         ValueError: a prompt that leaves no room for a reply, or messages that the template cannot write.
     """
-    first = _open(prompt, env, template, deadline, context_length)
+
+    def act(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        return _all(calls, env, deadline, lambda: draw([], key))
+
+    first = _open(prompt, env, template, act, context_length)
     if isinstance(first, Exception):
         return [Failed(t.trajectory_id, t.sample, t.attempt, _kind(first), _told(first), 0) for t in tasks]
     seats = [_Seat(task, Session(template), first) for task in tasks]
     try:
-        _begin(seats, prompt, env, deadline)
+        _begin(seats, prompt, env, act)
         while live := [seat for seat in seats if seat.outcome is None]:
             _draw(live, draw, sampling, deadline, context_length, key)
-            _answer([seat for seat in live if seat.outcome is None], env, deadline, context_length)
+            _answer([seat for seat in live if seat.outcome is None], env, act, deadline, context_length)
     finally:
-        _close([seat for seat in seats if seat.episode is not None], env, deadline)
+        _close([seat for seat in seats if seat.episode is not None], act)
     return [seat.outcome for seat in seats]
 
 
-def _open(
-    prompt: dict[str, Any], env: Env, template: ChatTemplate, deadline: float, context_length: int
-) -> Turn | Exception:
+def _open(prompt: dict[str, Any], env: Env, template: ChatTemplate, act: Act, context_length: int) -> Turn | Exception:
     """The first turn, rendered once for all tasks, or what the environment raised instead of beginning."""
-    (messages,) = _all([lambda: env.begin(prompt)], env, deadline)
+    (messages,) = act([lambda: env.begin(prompt)])
     if isinstance(messages, Exception):
         return messages
     turn = Session(template).plan(messages, env.tools or None)
@@ -93,9 +99,9 @@ def _open(
     return turn
 
 
-def _begin(seats: list[_Seat], prompt: dict[str, Any], env: Env, deadline: float) -> None:
+def _begin(seats: list[_Seat], prompt: dict[str, Any], env: Env, act: Act) -> None:
     calls = [lambda seed=seat.task.seed: env.episode(prompt, seed) for seat in seats]
-    for seat, episode in zip(seats, _all(calls, env, deadline), strict=True):
+    for seat, episode in zip(seats, act(calls), strict=True):
         if isinstance(episode, Exception):
             _fail(seat, _kind(episode), _told(episode))
         else:
@@ -146,11 +152,11 @@ def _commit(seat: _Seat, sample: Sample) -> None:
     return None
 
 
-def _answer(live: list[_Seat], env: Env, deadline: float, context_length: int) -> None:
+def _answer(live: list[_Seat], env: Env, act: Act, deadline: float, context_length: int) -> None:
     """Let the environment answer the last replies; seats get the next turn or their outcome."""
     begin = time.monotonic()
     calls = [lambda seat=seat: seat.episode.step(seat.reply, deadline) for seat in live]
-    observations = _all(calls, env, deadline)
+    observations = act(calls)
     spent = time.monotonic() - begin
     for seat, found in zip(live, observations, strict=True):
         seat.seconds += spent
@@ -210,18 +216,18 @@ def _line(text: str) -> str:
     return " ".join(text.split())[:500]
 
 
-def _close(seats: list[_Seat], env: Env, deadline: float) -> None:
+def _close(seats: list[_Seat], act: Act) -> None:
     """Close all episodes; a task whose episode holds on to something has failed, lest it pile up unseen."""
-    results = _all([seat.episode.close for seat in seats], env, deadline)
+    results = act([seat.episode.close for seat in seats])
     for seat, found in zip(seats, results, strict=True):
         if isinstance(found, Exception):
             _fail(seat, _kind(found), f"the episode could not be closed: {_told(found)}")
 
 
-def _all(calls: Sequence[Callable[[], Any]], env: Env, seconds: float) -> list[Any]:
+def _all(calls: Sequence[Callable[[], Any]], env: Env, seconds: float, look: Callable[[], object]) -> list[Any]:
     """Results and errors of calls into the environment."""
     if isinstance(env, SingleTurn):
         return [
             call() for call in calls
         ]  # nothing in it can wait or fail, and threads would cost more than all the rest
-    return bounded(calls, seconds)
+    return bounded(calls, seconds, look)

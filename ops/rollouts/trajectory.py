@@ -10,7 +10,8 @@ from furlong.ops.protocols import GenerateRequest, Routing, Sample
 from furlong.ops.records import Failure
 
 Draw = Callable[[list[GenerateRequest], str], list[Sample]]
-"""Draws all replies, in the order asked; the text names what should stay on one engine, e.g. a group."""
+"""Draws all replies, in the order asked; the text names what should stay on one engine, e.g. a group. Of no requests it
+gives no replies, or raises what it would raise of others."""
 
 
 class EngineLost(RuntimeError):

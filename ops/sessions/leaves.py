@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from furlong.ops.rollouts.trajectory import Trajectory
 from furlong.ops.sessions.node import Node, path, tokens_of
 from furlong.ops.sessions.routings import of_conversation
-
-if TYPE_CHECKING:
-    from furlong.ops.sessions.template import ChatTemplate
 
 
 def kept_leaves(nodes: Sequence[Node]) -> list[int]:
@@ -20,7 +15,6 @@ def kept_leaves(nodes: Sequence[Node]) -> list[int]:
 
 
 def to_trajectory(
-    template: ChatTemplate,
     nodes: Sequence[Node],
     leaf: int,
     trained: dict[int, int],

@@ -144,7 +144,7 @@ class Session:
         """
         trained: dict[int, int] = {}
         return [
-            to_trajectory(self.template, self.nodes, node, trained, trajectory_id, sample, leaf, seed)
+            to_trajectory(self.nodes, node, trained, trajectory_id, sample, leaf, seed)
             for leaf, node in enumerate(kept_leaves(self.nodes))
         ]
 

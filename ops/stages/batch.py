@@ -11,7 +11,6 @@ from furlong.ops.identity import fingerprint
 from furlong.ops.policy.advantages import Outcome, group_advantages
 from furlong.ops.protocols import LakeLike, TrainBatch
 from furlong.ops.records import Disposition
-from furlong.ops.rollouts.fragments import stale_mask
 from furlong.ops.spec import RunSpec
 from furlong.ops.stages.chain import one_row
 from furlong.ops.stages.context import StageError, StepKey
@@ -106,8 +105,7 @@ def _shared_prompt(rows: list[dict[str, Any]]) -> tuple[int, ...]:
 def _mask(spec: RunSpec, row: dict[str, Any]) -> list[bool]:
     if spec.rollout.stale_tokens == "train" or not row["version_spans"]:
         return row["loss_mask"]
-    spans = [(span["version"], span["start"], span["end"]) for span in row["version_spans"]]
-    newest = stale_mask(spans, len(row["tokens"]))
+    newest = _sampled_by(row, max(span["version"] for span in row["version_spans"]))
     return [on and new for on, new in zip(row["loss_mask"], newest, strict=True)]
 
 

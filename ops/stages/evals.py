@@ -96,7 +96,8 @@ def _play(run: Run, engines: Engines, version: int, prompt: dict[str, Any], mode
     key = f"{run.name}-eval-v{version}-{prompt['prompt_id']}-{mode}"
     count = 1 if mode == "greedy" else run.spec.evals.samples
     tasks = [
-        Task(f"{key}{n}", n, counter_seed(run.spec.seed, "eval", prompt["prompt_id"], mode, n)) for n in range(count)
+        Task(f"{key}-s{n:02d}", n, counter_seed(run.spec.seed, "eval", prompt["prompt_id"], mode, n))
+        for n in range(count)
     ]
     done: dict[int, Trajectory] = {}
     for attempt in range(TRIES):

@@ -136,7 +136,8 @@ class Outbox:
         """The first one's error, once for all requests that it is the error of and that are among these."""
         if failed:
             error = self._errors[failed[0]]
-            for name in failed:
-                if self._errors[name] is error:
-                    del self._errors[name]
+            # Whoever waits for others in the same call has to know that it is not about those.
+            error.request_ids = [name for name in failed if self._errors[name] is error]
+            for name in error.request_ids:
+                del self._errors[name]
             raise error

@@ -122,6 +122,7 @@ class StepGate:
             raise EngineError(f"a pause of {lease} s: give a positive, finite lease, after which the pause may end")
         with self._changed:
             until = self._paused_until = time.monotonic() + lease
+            self._changed.notify_all()  # whoever waits for the end of an earlier, longer lease
             self._changed.wait_for(lambda: not self._stepping or self._paused_until != until, lease)
             if self._stepping and self._paused_until == until:
                 raise EngineError(

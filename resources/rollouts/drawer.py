@@ -56,13 +56,14 @@ class Drawer:
         self._parts = parts
 
     def __call__(self, requests: list[GenerateRequest], key: str) -> list[Sample]:
-        """See `Draw`.
+        """See `Draw`; without requests, only look whether the group is wanted.
 
         Raises:
             Unwanted: the group ended meanwhile.
             EngineLost, and whatever the engine refuses requests with.
             StageError: a reply that is not finite, or has tokens without a weights version.
         """
+        self._check(key)
         named = [_named(request) for request in requests]
         parts = {request.request_id: self._parts.pop(request.request_id, []) for request in named}
         pending = named
@@ -119,8 +120,7 @@ class Drawer:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._held or not self._wanted(key), 2 * self._deadline):
                 raise EngineLost(f"group {key} waited {2 * self._deadline:g} s for an update of the weights to be over")
-            if not self._wanted(key):
-                raise Unwanted(f"group {key} is not drawn any more; the ledger says why")
+            self._check(key)
             self._active.append(call := (key, request_ids))
         try:
             yield
@@ -128,6 +128,10 @@ class Drawer:
             with self._changed:
                 self._active.remove(call)
                 self._changed.notify_all()
+
+    def _check(self, key: str) -> None:
+        if not self._wanted(key):
+            raise Unwanted(f"group {key} is not drawn any more; the ledger says why")
 
 
 def _interrupted(sample: Sample) -> bool:

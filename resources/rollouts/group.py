@@ -82,7 +82,11 @@ class Group:
 
     def finish(self, step_of: Mapping[int, int]) -> None:
         """All trajectories are there; `step_of` knows the step that made each version."""
-        spans = [(s["version"], s["start"], s["end"]) for row in self.trajectories for s in row["version_spans"]]
+        # Tokens that leaves share are counted once, where they are in the loss.
+        spans = [
+            (s["version"], 0, sum(row["loss_mask"][s["start"] : s["end"]]))
+            for row in self.trajectories for s in row["version_spans"]
+        ]  # fmt: skip
         self.sampled = tokens_by_step(spans, step_of)
         self.finished = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,15 +13,14 @@ from furlong.ops.envs.single_turn import opening
 from furlong.ops.protocols import GenerateRequest, Sample
 from furlong.ops.rollouts.play import play
 from furlong.ops.rollouts.trajectory import Draw, Outcome, Task
-from furlong.ops.sessions.matchers import loose_tool_call, replies_in_place, role_content, strict
+from furlong.ops.sessions.matchers import MATCHERS
 from furlong.ops.sessions.template import ChatTemplate
 from furlong.ops.spec import RunSpec, SamplingSpec, SpecError
 from furlong.resources.envs.sandbox import PythonSandbox
-from furlong.resources.serving.agent import play_agent
+from furlong.resources.serving.agent import MOST, play_agent
 from furlong.resources.serving.endpoint import Defaults, Endpoint
 from furlong.resources.serving.server import Server
 
-MATCHERS = {match.__name__: match for match in (strict, loose_tool_call, role_content, replies_in_place)}
 AGENT = "agent"
 """`data.env.name` of runs whose conversations a program of the user's leads."""
 
@@ -93,7 +93,8 @@ class AgentPlayer:
     def play(self, tasks: Sequence[Task], prompt: dict[str, Any], draw: Draw, key: str, greedy: bool) -> list[Outcome]:
         self._draws[key] = draw
         try:
-            return play_agent(tasks, prompt, self._endpoint(greedy), self._program, self._deadline, key)
+            look = partial(draw, [], key)
+            return play_agent(tasks, prompt, self._endpoint(greedy), self._program, self._deadline, key, look)
         finally:
             del self._draws[key]
 
@@ -108,7 +109,9 @@ class AgentPlayer:
                 sampling = at_temperature(self._spec.sampling, greedy)
                 defaults = Defaults(sampling.temperature, sampling.max_new_tokens, self._deadline, self._context)
                 journal = self._folder / ("sessions-greedy" if greedy else "sessions")
-                endpoint = Endpoint(self._template, self._draw, defaults, journal, self._matcher)
+                endpoint = Endpoint(
+                    self._template, self._draw, defaults, journal, self._matcher, most=max(256, 4 * MOST)
+                )
                 self._servers[greedy] = endpoint, Server(endpoint)
             return self._servers[greedy][0]
 

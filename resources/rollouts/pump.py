@@ -90,6 +90,7 @@ class Pump:
                 if time.monotonic() - began > self.run.stage_deadline:
                     raise StageError(self._stalled(key))
                 self._changed.wait(LOOK_SECONDS)
+                self._evict()  # what an earlier driver began may be too old now that it is finished
                 self._feed(key)
             if wrong := account(self.ledger, self._positions, self.course.returned):
                 raise StageError(f"{key}: prompts are not conserved: {'; '.join(wrong[:3])}; see `ledger` and `groups`")
@@ -108,7 +109,7 @@ class Pump:
             self.ledger.admit(fresh, key.step)
             self._budget.admitted()
             self._tell()
-            if self.spec.staleness:
+            if self.spec.staleness and key.step < self.spec.steps:
                 self._feed(StepKey(key.run, key.step + 1))
 
     def trained(self, key: StepKey) -> None:
@@ -146,8 +147,7 @@ class Pump:
         self._drawer.end_unwanted()
         self._pool.shutdown(cancel_futures=True)
         self._flusher.join()
-        if self._error is None:
-            self._writer.flush()
+        self._writer.flush()
 
     def counts(self) -> dict[str, int]:
         """State -> groups, of the whole run."""
@@ -170,7 +170,8 @@ class Pump:
         batched = self.ledger.groups(State.ADMITTED, State.TRAINED)
         begun = ahead + sum(self.ledger.entry(name).step > self._published for name in batched)
         count = room(begun, ahead, key.step, spec.steps, self._per_step, spec.staleness, spec.rollout.oversample)
-        made = self.course.reserve(count, key.step, key.attempt, ahead, self._per_step, spec.staleness)
+        bound = min(spec.staleness, spec.steps - key.step)
+        made = self.course.reserve(count, key.step, key.attempt, ahead, self._per_step, bound)
         if not made:
             return
         for group in self._rows(made):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 import pyarrow as pa
@@ -26,6 +26,8 @@ class Writer:
         self._adding, self._flushing = threading.Lock(), threading.Lock()
         self._rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self._events: list[dict[str, Any]] = []
+        self._commits: deque[tuple[str, dict[str, Any], pa.Table]] = deque()
+        """What is to be committed, in this order, and has not surely been."""
         self._since = 0.0
 
     def add(self, table: str, rows: list[dict[str, Any]]) -> None:
@@ -49,26 +51,31 @@ class Writer:
         """Everything added before this call is in the lake when it returns.
 
         Raises:
-            LakeError: storage failed. Nothing of what failed may be in the lake or all of it: whoever goes on has to
-                read the tables again.
+            LakeError: storage failed. What follows the failed commit waits for the next flush, which makes that commit
+                anew first, row for row, as it may have taken place: an event is never in the lake without those before.
         """
         with self._flushing:
             with self._adding:
-                rows, self._rows = self._rows, defaultdict(list)
-                events, self._events = self._events, []
-                self._since = 0.0
-            for table in _ORDER:
-                for some in _apart(table, rows.get(table, [])):
-                    key = {
-                        "run": self._run,
-                        (column := _KEY.get(table, "trajectory_id")): [row[column] for row in some],
-                    }
-                    if table == "failures":
-                        key["try"] = some[0]["try"]
-                    self._lake.commit_once(table, key, records.rows(table, some))
-            if events:
-                key = {"run": self._run, "seq": [event["seq"] for event in events]}
-                self._lake.commit_once("ledger", key, records.rows("ledger", events))
+                self._commits += self._gathered()
+                self._rows, self._events, self._since = defaultdict(list), [], 0.0
+            while self._commits:
+                self._lake.commit_once(*self._commits[0])
+                self._commits.popleft()
+
+    def _gathered(self) -> list[tuple[str, dict[str, Any], pa.Table]]:
+        """Table, key and rows of each commit that is due."""
+        made = []
+        for table in _ORDER:
+            for some in _apart(table, self._rows.get(table, [])):
+                column = _KEY.get(table, "trajectory_id")
+                key = {"run": self._run, column: [row[column] for row in some]}
+                if table == "failures":
+                    key["try"] = some[0]["try"]
+                made.append((table, key, records.rows(table, some)))
+        if self._events:
+            key = {"run": self._run, "seq": [event["seq"] for event in self._events]}
+            made.append(("ledger", key, records.rows("ledger", self._events)))
+        return made
 
     def _note(self) -> None:
         self._since = self._since or time.monotonic()

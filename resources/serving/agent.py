@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import IO, Any
@@ -24,6 +25,9 @@ from furlong.ops.sessions.template import TemplateError
 from furlong.resources.serving.endpoint import Endpoint
 from furlong.resources.serving.errors import ApiError
 
+MOST = 16 * (os.cpu_count() or 1)
+"""Programs that run at once; each is an interpreter, and with an OpenAI client has 50 MB of memory or more."""
+_free = threading.BoundedSemaphore(MOST)
 POLL = 0.05
 """Seconds between two looks at a running program."""
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -47,8 +51,10 @@ def play_agent(
     program: str,
     deadline: float,
     key: str = "",
+    look: Callable[[], object] = lambda: None,
 ) -> list[Outcome]:
-    """Run the program once per task, all at once, each in a process group of its own; one outcome per task, in order.
+    """Run the program once per task, each in a process group of its own, at most MOST at once; one outcome per task, in
+    order.
 
     A program gets OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and on standard input a JSON object with
     base_url, trajectory_id, question and entry (what the verifier needs, as values). Its exit status tells whether the
@@ -60,16 +66,28 @@ def play_agent(
         program: `module:function`, called as function(base_url=, question=, entry=), or else a shell command.
         deadline: seconds that one program may run.
         key: names the group to the endpoint's engines.
+        look: called now and then while programs run; what it raises ends them all.
     Raises:
         What the engines' router raised that is no fault of a trajectory, such as that the group is not wanted any more.
     """
+
+    def turn(task: Task) -> Outcome:
+        with _free:
+            look()  # the group may have ended while this one waited
+            return _play_one(task, prompt, endpoint, program, deadline, key, look)
+
     with ThreadPoolExecutor(max(1, len(tasks)), thread_name_prefix="agent") as pool:
-        futures = [pool.submit(_play_one, task, prompt, endpoint, program, deadline, key) for task in tasks]
-        return [future.result() for future in futures]
+        return [future.result() for future in [pool.submit(turn, task) for task in tasks]]
 
 
 def _play_one(
-    task: Task, prompt: dict[str, Any], endpoint: Endpoint, program: str, deadline: float, key: str
+    task: Task,
+    prompt: dict[str, Any],
+    endpoint: Endpoint,
+    program: str,
+    deadline: float,
+    key: str,
+    look: Callable[[], object],
 ) -> Outcome:
     endpoint.discard(task.trajectory_id)  # of a driver that died: the same seeds give the same replies again
     base_url = endpoint.open(task.trajectory_id, task.seed, task.attempt, key)
@@ -80,12 +98,12 @@ def _play_one(
             "question": prompt["question"],
             "entry": json.loads(prompt["entry"]) if isinstance(prompt["entry"], str) else prompt["entry"],
         }
-        end = _run(program, question, endpoint, task, deadline)
+        end = _run(program, question, endpoint, task, deadline, look)
         trouble, fatal = endpoint.trouble(task.trajectory_id), endpoint.fatal(task.trajectory_id)
         if fatal is not None:
             raise fatal
         try:
-            found = endpoint.take(task.trajectory_id)
+            found = endpoint.take(task.trajectory_id, task.sample)
         except (DriftError, TemplateError) as err:
             return _failed(task, endpoint, Failure.DRIFT, str(err))
         return _outcome(task, endpoint, found, end, trouble, deadline)
@@ -117,7 +135,14 @@ def _outcome(
     return found
 
 
-def _run(program: str, question: dict[str, Any], endpoint: Endpoint, task: Task, deadline: float) -> _End:
+def _run(
+    program: str,
+    question: dict[str, Any],
+    endpoint: Endpoint,
+    task: Task,
+    deadline: float,
+    look: Callable[[], object],
+) -> _End:
     kind = "function" if _FUNCTION.fullmatch(program) else "shell"
     command = [sys.executable, "-m", "furlong.resources.serving.program", kind, program]
     environment = {
@@ -143,6 +168,7 @@ def _run(program: str, question: dict[str, Any], endpoint: Endpoint, task: Task,
             while not (ended := _has_ended(process.pid)) and time.monotonic() < until:
                 if endpoint.fatal(task.trajectory_id) is not None:
                     break
+                look()
                 time.sleep(POLL)
         finally:
             # before the leader is reaped, so that its number cannot have become another group's

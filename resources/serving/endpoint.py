@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 import threading
 import time
@@ -125,9 +124,11 @@ class Endpoint:
             seat.key = key or trajectory_id
         return f"{self.address}/sessions/{quote(trajectory_id, safe='')}/v1"
 
-    def take(self, trajectory_id: str) -> list[Trajectory]:
+    def take(self, trajectory_id: str, sample: int = 0) -> list[Trajectory]:
         """Close the session and give its trajectories, none when nothing was asked; may be repeated until `discard`.
 
+        Args:
+            sample: its number within its group.
         Raises:
             DriftError: the tokens are not what the messages say.
             KeyError: no session of this name.
@@ -136,8 +137,7 @@ class Endpoint:
         self._close(seat)
         with seat.lock:
             seat.session.check()
-            number = re.search(r"-s(\d+)$", trajectory_id)
-            found = seat.session.trajectories(trajectory_id, int(number[1]) if number else 0, seat.seed)
+            found = seat.session.trajectories(trajectory_id, sample, seat.seed)
             if seat.first is None or seat.last is None:
                 return found
             return [replace(trajectory, seconds=seat.last - seat.first) for trajectory in found]

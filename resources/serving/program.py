@@ -25,7 +25,12 @@ def main(kind: str, program: str) -> None:
         os.execv("/bin/sh", ["/bin/sh", "-c", program])
     task = json.load(sys.stdin)
     module, _, name = program.partition(":")
-    function = importlib.import_module(module)
+    try:
+        function = importlib.import_module(module)
+    except ModuleNotFoundError as err:
+        sys.exit(
+            f"{program!r} cannot be imported ({err}); start the run in the folder that holds it, or set PYTHONPATH"
+        )
     for part in name.split("."):
         function = getattr(function, part)
     function(base_url=task["base_url"], question=task["question"], entry=task["entry"])

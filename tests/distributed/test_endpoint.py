@@ -76,14 +76,14 @@ def test_a_conversation_with_tools_is_one_exact_trajectory(endpoint: Endpoint, s
     assert (one.seed, two.seed) == (7, counter_seed(7, 1))
     assert (one.temperature, one.max_new_tokens, one.deadline, one.top_p) == (0.8, 200, 9.0, 1.0)
     assert script.keys == ["group", "group"]
-    (trajectory,) = endpoint.take(ID)
+    (trajectory,) = endpoint.take(ID, 3)
     assert trajectory.tokens[: len(two.prompt)] == two.prompt
     assert two.prompt[: len(one.prompt)] == one.prompt
     assert (trajectory.trajectory_id, trajectory.sample, trajectory.turns, trajectory.seed) == (ID, 3, 2, 7)
     assert sum(trajectory.loss_mask) == first.usage.completion_tokens + second.usage.completion_tokens
     assert trajectory.messages[-1]["content"] == second.choices[0].message.content == trajectory.text
     assert trajectory.seconds > 0
-    assert endpoint.take(ID) == [trajectory]
+    assert endpoint.take(ID, 3) == [trajectory]
     endpoint.discard(ID)
     with pytest.raises(KeyError):
         endpoint.take(ID)
@@ -478,7 +478,7 @@ def test_opening_again_goes_on_and_another_try_begins_anew(endpoint: Endpoint) -
     assert endpoint.take(ID) == []
     odd = "a/b c?%2F-s07:…"
     create(endpoint.open(odd, 1))
-    assert [(t.trajectory_id, t.sample) for t in endpoint.take(odd)] == [(odd, 0)]
+    assert [(t.trajectory_id, t.sample) for t in endpoint.take(odd, 2)] == [(odd, 2)]
     endpoint.discard(odd)
     endpoint.discard(odd)
     assert endpoint.sessions() == [ID]

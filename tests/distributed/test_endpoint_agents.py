@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from scripted import Script
 
 from furlong.ops.records import Failure
 from furlong.ops.rollouts.trajectory import EngineLost, Failed, Task
+from furlong.resources.serving import agent
 from furlong.resources.serving.agent import play_agent
 from furlong.resources.serving.endpoint import Defaults, Endpoint
 from furlong.resources.serving.server import Server
@@ -102,6 +104,8 @@ def test_failures_have_their_kinds(endpoint: Endpoint, script: Script) -> None:
     assert (failed.kind, failed.detail) == (Failure.ENVIRONMENT, "the agent asked for no reply")
     (failed,) = play(endpoint, "agent_samples:missing")
     assert (failed.kind, "missing" in failed.detail) == (Failure.ENVIRONMENT, True)
+    (failed,) = play(endpoint, "no_such_module:play")
+    assert failed.detail.endswith("start the run in the folder that holds it, or set PYTHONPATH")
     script.raises = EngineLost("both replicas")
     (failed,) = play(endpoint, "agent_samples:swallow")
     assert (failed.kind, failed.detail) == (Failure.ENGINE_LOST, "both replicas")
@@ -134,3 +138,14 @@ def test_what_is_no_fault_of_the_trajectory_is_raised(endpoint: Endpoint, script
     with pytest.raises(Unwanted, match="stale"):
         play(endpoint, "agent_samples:swallow", TASKS[:2], deadline=60)
     assert time.monotonic() - begin < 30
+
+
+def test_programs_wait_for_a_place_and_are_not_begun_for_nothing(endpoint, script, monkeypatch) -> None:
+    def look() -> None:
+        if script.requests:
+            raise KeyError("the group has ended")
+
+    monkeypatch.setattr(agent, "_free", threading.Semaphore(1))
+    with pytest.raises(KeyError, match="has ended"):
+        play_agent(TASKS, {"question": "hello", "entry": {"more": "x"}}, endpoint, "agent_samples:ask", 30.0, "", look)
+    assert len({request.seed for request in script.requests if request.seed in range(100, 104)}) == 1

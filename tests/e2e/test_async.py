@@ -81,6 +81,7 @@ def test_killed_at_random_and_run_again(place, seed):
     check_finished(place, run)
 
 
+@pytest.mark.slow
 def test_two_engines_draw_on_while_one_is_killed(place):
     """Publications do not wait for it; that it is admitted again only with its proof, tests of the router show."""
     run = "pair"

@@ -60,7 +60,16 @@ def test_running_a_finished_run_adds_nothing(place, undisturbed):
     assert {table: place.lake.version(table) for table in TABLES} == before
 
 
-@pytest.mark.parametrize("kill", KILLS.values(), ids=KILLS.keys())
+QUICK = {
+    "rollouts, reserved", "rollouts, drawn but in no batch", "train_step, taken but not recorded",
+    "weight_publish, between its two tables", "weight_publish, flipped but not live",
+}  # fmt: skip
+"""Kills that `make test` tries; the others are in `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    "kill", [pytest.param(kill, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, kill in KILLS.items()]
+)
 def test_killed_in_a_stage_and_run_again(place, undisturbed, kill, request):
     run = "killed-" + request.node.callspec.id.replace(",", "").replace(" ", "-").replace("_", "-")
     if kill["table"] == "prompts":

@@ -36,6 +36,7 @@ def test_versions_reach_every_engine_by_every_transport_and_an_engine_that_was_k
     assert fences[-1] > fences[0]
 
 
+@pytest.mark.slow
 def test_a_run_whose_engines_are_killed_in_turn_ends_with_the_same_weights(place, undisturbed):
     """Every reply comes, from whichever engine lives, and is the same; who was killed is back by the next publication."""
     driver = place.start("struck", env={**place.env, "FURLONG_ENGINES": "2"})

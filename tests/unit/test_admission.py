@@ -188,9 +188,7 @@ def tables(batches: list[list[int]], length: dict[int, int]) -> tuple[pa.Table, 
          "groups": [{"step": 1, "attempt": 1, "group_id": f"g{p}"} for p in batch]}
         for n, batch in enumerate(batches)
     ]  # fmt: skip
-    spans = [
-        {"group_id": f"g{p}", "version_spans": [{"version": 0, "start": 7, "end": 7 + n}]} for p, n in length.items()
-    ]
+    masks = [{"group_id": f"g{p}", "loss_mask": [False] * 7 + [True] * n} for p, n in length.items()]
     return (
         pa.Table.from_pylist(
             rows, only("batches", "step", "attempt", "passed_over", "waiting_groups", "waiting_tokens", "groups")
@@ -198,7 +196,7 @@ def tables(batches: list[list[int]], length: dict[int, int]) -> tuple[pa.Table, 
         pa.Table.from_pylist(
             [{"group_id": f"g{p}", "position": p} for p in length], only("groups", "group_id", "position")
         ),
-        pa.Table.from_pylist(spans, only("trajectories", "group_id", "version_spans")),
+        pa.Table.from_pylist(masks, only("trajectories", "group_id", "loss_mask")),
     )
 
 

@@ -155,24 +155,6 @@ def test_a_damaged_ledger_is_refused(damage, said: str):
         Ledger.replay(RUN, events)
 
 
-def test_events_given_back_come_again_first():
-    ledger = Ledger(RUN, clock)
-    ledger.reserve("a")
-    first = ledger.take_events()
-    ledger.start("a")
-    ledger.restore_events(first)
-    with pytest.raises(LedgerError, match="right before"):
-        ledger.restore_events(first)
-    again = ledger.take_events()
-    assert again["seq"].to_pylist() == [1, 2]
-    assert again.slice(0, 1).equals(first)
-    ledger.restore_events(again)
-    assert ledger.take_events().equals(again)
-    with pytest.raises(LedgerError, match="right before"):
-        ledger.restore_events(first)
-    assert ledger.take_events().num_rows == 0
-
-
 @pytest.mark.parametrize("state", [s for s in State if s is not State.REJECTED])
 @pytest.mark.parametrize("lag", range(6))
 def test_reconcile_advances_a_ledger_that_lags(state: State, lag: int):

@@ -115,3 +115,21 @@ def test_what_a_waiter_gave_up_is_dropped_when_it_comes_unless_somebody_asks_aga
     assert names(box.collect(0.0, [])) == ["c"]
     box.put(sample("b"))
     assert names(box.collect(0.0, [])) == ["c", "b"]
+
+
+def test_an_error_tells_whose_it_is_even_in_another_process():
+    import pickle
+
+    from furlong.ops.policy.sampling import NonFiniteLogits
+
+    box = Outbox()
+    box.fail(["a", "b"], NonFiniteLogits(["a", "b"]))
+    box.fail(["c"], ValueError("of another"))
+    with pytest.raises(NonFiniteLogits) as caught:
+        box.collect(0.0, [])
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.request_ids == ["a", "b"]
+    assert str(again) == str(caught.value)
+    with pytest.raises(ValueError, match="of another") as other:
+        box.collect(0.0, [])
+    assert other.value.request_ids == ["c"]

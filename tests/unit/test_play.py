@@ -310,3 +310,10 @@ def test_calls_that_return_are_in_order_and_one_that_hangs_is_left(hanging: Call
     assert isinstance(results[1], TimeoutError)
     assert isinstance(results[2], ValueError)
     assert bounded([], 1.0) == []
+
+
+def test_calls_into_an_environment_are_left_when_the_group_is_not_wanted_any_more():
+    begun = time.monotonic()
+    with pytest.raises(KeyError, match="unwanted"):
+        bounded([lambda: time.sleep(20)], 60.0, _raise(KeyError("unwanted")))
+    assert time.monotonic() - begun < 5

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import threading
+import time
 
 import numpy as np
 import pump_envs
@@ -21,6 +22,7 @@ from furlong.ops.stages.context import StageError
 from furlong.ops.tasks.prompts import draw
 from furlong.resources.engines.local import LocalEngine
 from furlong.resources.rollouts.drawer import Drawer
+from furlong.resources.rollouts.writer import Writer
 
 
 def opened(root, made, spec, **overrides):
@@ -95,8 +97,11 @@ def test_bound_zero_is_the_loop_that_draws_and_trains_in_turn(run):
         deltas = run.lake.read("weight_deltas", {"run": RUN, "version": step})
         engine.stage(step, step - 1, deltas, 10**6)
         engine.activate(step, 10**6)
-    assert usage(run.lake, RUN)["staleness_max"] == 0
-    assert usage(run.lake, RUN)["wasted_tokens"] == {}
+    found = usage(run.lake, RUN)
+    assert found["staleness_max"] == 0
+    assert set(found["wasted_tokens"]) <= {"zero_variance"}
+    trained = sum(run.lake.read("steps", {"run": RUN}, ["tokens_trained"])["tokens_trained"].to_pylist())
+    assert found["sampled_tokens"] == trained + sum(found["wasted_tokens"].values())
 
 
 def float32(value: float) -> float:
@@ -281,3 +286,79 @@ def test_an_interrupted_reply_goes_on_bitwise_as_if_it_had_not_been(run):
     assert [[v.hex() for v in s.logprobs] for s in found] == [[v.hex() for v in s.logprobs] for s in want]
     assert kept, "nothing was interrupted, so nothing was shown"
     assert {row["request_id"].partition(".")[0] for row in kept} <= {request.request_id for request in requests}
+
+
+def test_an_interrupt_while_a_batch_is_committed_loses_nothing(begin, monkeypatch):
+    run = begin()
+    take(run, 1, stages=("prompts",))
+    honest, struck = run.lake.commit_once, []
+
+    def interrupted(table, *rest, **more):
+        if table == "trajectories" and not struck:
+            struck.append(table)
+            raise KeyboardInterrupt
+        return honest(table, *rest, **more)
+
+    monkeypatch.setattr(Writer, "age", lambda self: 0.0)  # so that nobody else flushes
+    monkeypatch.setattr(run.lake, "commit_once", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        take(run, 1)
+    run.pause()
+    assert run.lake.read("trajectories", {"run": RUN}).num_rows == 16
+    assert len(ledger_of(run).groups(State.FINISHED)) == 4
+    take(run, 1, stages=("rollouts",))
+    run.pause()
+    ledger_of(run)
+
+
+def test_what_an_earlier_driver_began_too_long_ago_is_given_up_once_it_is_whole(begin):
+    """The driver died between publishing and rejecting: of a group it left one sample, by weights that are too old now."""
+    run = begin()
+    take(run, 1)
+    take(run, 2, stages=("rollouts",))
+    run.pause()
+    rows = run.lake.read("trajectories", {"run": RUN, "step": 2}).to_pylist()
+    old = next(row for row in rows if row["group_id"].endswith("g001"))
+    old["version_spans"] = [{"version": 0, "start": s["start"], "end": s["end"]} for s in old["version_spans"]]
+    kept = [row for row in rows if not row["group_id"].endswith("g001")] + [old]
+    run.lake.replace("trajectories", {"run": RUN, "step": 2}, records.rows("trajectories", kept))
+    run.lake.replace("batches", {"run": RUN, "step": 2}, records.TABLES["batches"].empty_table())
+    events = run.lake.read("ledger", {"run": RUN}).to_pylist()
+    before = [row for row in events if f"{RUN}-00001" in row["group_id"]]
+    run.lake.replace("ledger", {"run": RUN}, records.rows("ledger", before))
+    took = time.monotonic()
+    take(run, 2)
+    assert time.monotonic() - took < 30
+    run.pause()
+    ledger = ledger_of(run)
+    assert reasons(ledger) == [Rejection.SURPLUS]
+    assert ledger.entry(old["group_id"]).state == State.REJECTED
+
+
+@pytest.mark.slow
+def test_no_group_is_drawn_for_a_step_beyond_the_last(begin):
+    run = begin(staleness=1, steps=2, rollout__oversample=1.5)
+    for step in (1, 2):
+        take(run, step)
+    run.pause()
+    ledger_of(run)
+    assert set(run.lake.read("groups", {"run": RUN})["step"].to_pylist()) == {1, 2}
+
+
+def test_closing_does_not_wait_for_an_environment(begin):
+    run = begin(data__env=PLAYGROUND)
+    take(run, 1, stages=("prompts",))
+    pump_envs.GATE.clear()
+    pump_envs.HELD.update(row["question"] for row in run.lake.read("prompts", {"dataset": run.dataset}).to_pylist())
+    stage = threading.Thread(target=lambda: pytest.raises(Exception, take, run, 1, stages=("rollouts",)), daemon=True)
+    run.placement = run.placement.model_copy(update={"stage_deadline": 2.0})
+    try:
+        stage.start()
+        stage.join(30)
+        began = time.monotonic()
+        run.pause()
+        assert time.monotonic() - began < 5
+        assert not [t.name for t in threading.enumerate() if t.name.startswith(("group", "flush"))]
+    finally:
+        pump_envs.GATE.set()
+        pump_envs.HELD.clear()

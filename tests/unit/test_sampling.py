@@ -167,7 +167,10 @@ def test_cut_distributions_match_float64(top_k, top_p, min_p, temperature):
     assert (drawn.model_logprobs - own).abs().max() <= 4e-6
 
 
-@pytest.mark.parametrize("rule", [{"top_p": 0.6}, {"top_p": 0.97}, {"top_k": 40}, {"top_k": 1500}, {"min_p": 1e-3}])
+@pytest.mark.parametrize("rule", [
+    {"top_p": 0.6}, {"top_p": 0.97}, {"top_k": 40}, {"top_k": 1500}, {"min_p": 1e-3},
+    {"top_k": 2000, "top_p": 0.5, "min_p": 0.05},
+])  # fmt: skip
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
 def test_cuts_of_a_large_vocabulary_match_float64(rule, spread):
     """Where a few tokens have most of the mass, where thousands share it, and where all are equally likely. One token at

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -175,3 +176,12 @@ def test_the_child_does_not_outlive_a_killed_parent(tmp_path: Path, hanging: boo
     while _alive(int(done.stdout)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not _alive(int(done.stdout))
+
+
+def test_a_child_that_was_ready_in_time_counts_though_it_is_asked_late():
+    with VerifierWorker(5.0, start_deadline=20.0) as worker:
+        worker.start()
+        assert select.select([worker._child.stdout], [], [], 20.0)[0]
+        worker._ready_by = time.monotonic() - 60.0  # as when the engines took so long to start meanwhile
+        item = {"verifier": EXACT, "reply": "1", "entry": '{"answer": "1"}', "finish_reason": "stop"}
+        assert worker.score([item])[0]["verdict"] == "correct"

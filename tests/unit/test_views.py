@@ -1,16 +1,24 @@
-"""What people look at: the plot in Dagster's metadata, the sparkline, the reward curve of the report."""
+"""What people look at: plot and SQL in Dagster's metadata, the sparkline, the reward curve of the report."""
 
 import base64
+from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+from deltalake import DeltaTable, QueryBuilder
 from rich.console import Console
 
 from furlong.cli.live import sparkline
 from furlong.cli.report_view import reward_plot, show_report
 from furlong.ops.plots import line_plot
+from furlong.ops.records import TABLES
 from furlong.ops.report import transcript
 from furlong.ops.spec import Placement
+from furlong.ops.stages.context import StageReport, StepKey
+from furlong.pipelines.metadata import metadata
+from furlong.resources.lake import Lake
+from furlong.resources.runs import PERFORM
 
 
 def svg_of(markdown: str) -> ElementTree.Element:
@@ -58,7 +66,7 @@ def test_a_run_taken_step_by_step_can_be_shown(overhead, shown):
         "greedy_before": 0.0, "greedy_after": 1.0, "full_bytes": 100, "delta_bytes_per_step": [10],
         "eval_split": {"eval_questions": 1, "train_questions": 1, "eval_questions_trained_on": 0},
         "tokens_per_second": 1.0, "overhead_seconds_per_step": overhead, "peak_rss_bytes": 1, "best": None, "worst": None,
-        "lineage": {"version": 1, "digest": "00", "step": 1, "sampled_by_version": 0, "prompts": [], "trajectories": {},
+        "lineage": {"version": 1, "digest": "00", "step": 1, "sampled_by_versions": [0], "prompts": [], "trajectories": {},
                     "ancestors": [0]},
         "rollouts": {"staleness_max": 2, "staleness_mean": 1.25, "engine_idle_share": 0.1, "sampled_tokens": 200,
                      "wasted_tokens": {"stale": 20}, "failures": {"engine_lost": 3}},
@@ -82,3 +90,19 @@ def test_a_conversation_is_told_line_by_line():
     assert transcript(messages).splitlines() == [
         'assistant: calculator({"expression": "2+2"})', "tool: 4", "assistant: It is 4.",
     ]  # fmt: skip
+
+
+def test_the_sql_that_is_shown_runs_on_a_lake_without_a_row(tmp_path):
+    lake = Lake(str(tmp_path))
+    lake.create()
+    engine = QueryBuilder()
+    for name in TABLES:
+        engine.register(name, DeltaTable(f"{lake.uri}/{name}"))
+    page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
+    told = [page[page.index("    SELECT ") : page.index("ORDER BY position\n") + len("ORDER BY position")]]
+    quiet = SimpleNamespace(links=dict, series=lambda value: [])
+    for stage in PERFORM:
+        told.append(
+            metadata(StageReport(stage, StepKey("quick", 1)), quiet)["sql"].value.strip("`").removeprefix("sql")
+        )
+    assert [engine.execute(sql).read_all().num_rows for sql in told] == [0] * 7
