@@ -191,9 +191,9 @@ class TrainBatch:
     group: tuple[int, ...]
     """For each trajectory, the index of its group."""
     replies: tuple[tuple[int, ...], ...]
-    """Sampled token ids of each trajectory."""
+    """Token ids of each trajectory after its group's prompt: what was sampled, and what tools or agents said between."""
     logprobs: tuple[tuple[float, ...], ...]
-    """The engine's log-probability of each sampled token."""
+    """The engine's log-probability of each reply token that was sampled; any number for the others."""
     masks: tuple[tuple[bool, ...], ...]
     """True where a reply token enters the loss."""
     fresh: tuple[tuple[bool, ...], ...]

@@ -30,7 +30,7 @@ class Verdict(StrEnum):
     UNPARSABLE = "unparsable"
     """No answer could be found in the reply; score 0 by rule, not by judgement."""
     TRUNCATED = "truncated"
-    """The reply did not end within the token limit; score 0 by rule."""
+    """The last reply was cut off, or the conversation ran out of turns or of context; score 0 by rule."""
     TIMEOUT = "timeout"
     """The verifier overran its deadline: no score, the trajectory is not trained on."""
     ERROR = "error"
@@ -38,7 +38,8 @@ class Verdict(StrEnum):
 
 
 class State(StrEnum):
-    """Where a prompt group stands. Every group is in exactly one state; `trained` and `rejected` are final."""
+    """Where a prompt group stands. Every group is in exactly one state; `rejected` is final, and `trained` is unless its
+    step is repeated on purpose."""
 
     RESERVED = "reserved"
     """Its prompt is drawn and its row of `groups` stands; nothing runs yet, or what ran has to run again."""
@@ -148,6 +149,7 @@ TABLES: dict[str, pa.Schema] = {
     ),
     # One row per time that a prompt was drawn. (step, attempt) is the step it was drawn for; `batches` tells which one
     # it is part of. `position` counts prompts over the whole run; groups that take the same prompt again share it.
+    # `weights_version` is the newest when it was drawn; its tokens tell their own (`trajectories.version_spans`).
     "groups": pa.schema(
         [
             *_STEP_KEY,

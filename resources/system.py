@@ -136,9 +136,11 @@ class System:
         from furlong.ops.tasks.prompts import dataset_id
         from furlong.resources.actors import code_hash
         from furlong.resources.models import resolve
+        from furlong.resources.rollouts.players import check_env
 
         if one_row(lake, "runs", {"run": name}):
             return name
+        check_env(spec.data)
         model = resolve(spec.model, spec.data, spec.seed, self.placement.folder)
         row = {
             "run": name, "spec_fingerprint": spec.fingerprint(), "spec": spec.canonical(),

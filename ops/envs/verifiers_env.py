@@ -41,7 +41,9 @@ def _load(env_id: str, options: str) -> Any:
             f"verifiers cannot load {env_id!r} with options {options}: {err}; install or correct it"
         ) from err
     if not isinstance(env, vf.MultiTurnEnv):
-        raise SpecError(f"{env_id!r} is a {type(env).__name__}, and only single-turn and multi-turn ones can be played")
+        raise SpecError(
+            f"{env_id!r} is a {type(env).__name__}, which cannot be played; use a single-turn or multi-turn one"
+        )
     return env
 
 

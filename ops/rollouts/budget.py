@@ -47,11 +47,11 @@ class Budget:
     def spent(self) -> int:
         return sum(self._counts.values())
 
-    def reject(self, group_id: str, reason: Rejection) -> None:
+    def reject(self, group_id: str, reason: Rejection, detail: str) -> None:
         """Count a rejected group; BudgetSpent when that is one too many. Only zero variance counts: other rejections
         follow from the run's settings, not from its data, and their prompts are drawn again."""
         if reason == Rejection.ZERO_VARIANCE:
-            self._spend(str(reason), f"group {group_id}")
+            self._spend(str(reason), f"group {group_id}: {detail}")
 
     def fail(self, trajectory_id: str, kind: Failure, detail: str) -> None:
         """Count a try at a trajectory that gave none; BudgetSpent when that is one too many."""

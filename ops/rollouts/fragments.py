@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from furlong.ops.protocols import GenerateRequest, Routing, Sample
+from furlong.ops.rollouts.spans import Span, cover, merge, shifted
 
 LEAST_SECONDS = 0.001
 """Time given to a reply whose time is up, since a deadline of 0 would mean none: the engine ends it at once."""
@@ -65,21 +66,17 @@ def join(parts: Sequence[Sample]) -> Sample:
     name = reply_name(parts[0].request_id)
     for number, part in enumerate(parts):
         _check_part(part, name, number, last=number == len(parts) - 1)
-    spans: list[tuple[int, int, int]] = []
-    blank = 0
+    spans: list[Span] = []
+    before = 0
     for part in parts:
-        for version, start, end in part.versions:
-            if spans and spans[-1][0] == version:
-                spans[-1] = (version, spans[-1][1], end + blank)
-            else:
-                spans.append((version, start + blank, end + blank))
-        blank += len(part.tokens)
+        spans += shifted(part.versions, before)
+        before += len(part.tokens)
     return Sample(
         request_id=name,
         tokens=tuple(token for part in parts for token in part.tokens),
         logprobs=tuple(value for part in parts for value in part.logprobs),
         model_logprobs=tuple(value for part in parts for value in part.model_logprobs),
-        versions=tuple(spans),
+        versions=merge(spans),
         finish_reason=parts[-1].finish_reason,
         seconds=sum(part.seconds for part in parts),
         routing=_joined_routing(parts),
@@ -145,10 +142,9 @@ def _check_part(part: Sample, name: str, number: int, last: bool) -> None:
             f"{part.request_id} has {len(part.tokens)} tokens, {len(part.logprobs)} and {len(part.model_logprobs)} "
             "log-probabilities; draw it again"
         )
-    edges = [0, *(end for _, _, end in part.versions)]
-    if [start for _, start, _ in part.versions] != edges[:-1] or edges[-1] != len(part.tokens):
+    if not cover(part.versions, len(part.tokens)):
         raise FragmentError(
-            f"{part.request_id}: versions {part.versions} do not cover its {len(part.tokens)} tokens once"
+            f"{part.request_id}: versions {part.versions} do not cover its {len(part.tokens)} tokens once; draw it again"
         )
 
 

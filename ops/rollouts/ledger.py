@@ -13,6 +13,7 @@ ledger may lag behind the tables but never lead; `ops.rollouts.reconcile` closes
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,7 @@ class Ledger:
         self._clock = clock
         self._entries: dict[str, Entry] = {}
         self._in: dict[State, set[str]] = {state: set() for state in State}
+        self._taken: Counter[int] = Counter()
         self._seq = 0
         self._events: list[dict[str, Any]] = []
 
@@ -153,6 +155,10 @@ class Ledger:
         found = [name for state in states or State for name in self._in[state]]
         return sorted(found, key=lambda name: self._entries[name].order)
 
+    def taken_after(self, step: int) -> int:
+        """Number of groups in the batches of later steps; in time that does not grow with the run."""
+        return sum(self._taken[later] for later in range(step + 1, max(self._taken, default=0) + 1))
+
     def counts(self) -> dict[State, int]:
         """Number of groups in every state."""
         return {state: len(self._in[state]) for state in State}
@@ -186,6 +192,8 @@ class Ledger:
             self._in[before.state].discard(group_id)
         self._entries[group_id] = Entry(state, reason, step, before.order if before else len(self._entries))
         self._in[state].add(group_id)
+        if step is not None and state is not State.TRAINED:
+            self._taken[step] += 1 if state is State.ADMITTED else -1
         self._seq += 1
 
     def _check(self, group_id: str, state: State, reason: str, step: int | None) -> None:

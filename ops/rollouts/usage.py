@@ -116,4 +116,8 @@ def _times(lake: LakeLike, run: str, rows: list[dict[str, Any]]) -> tuple[float,
 def _bias(lake: LakeLike, run: str, batches: Any, newest: list[dict[str, Any]], trajectories: Any) -> dict[str, Any]:
     kept = defaultdict(int, {row["step"]: row["attempt"] for row in newest})
     mask = [kept[row["step"]] == row["attempt"] for row in batches.select(["step", "attempt"]).to_pylist()]
-    return length_bias(batches.filter(pa.array(mask, pa.bool_())), lake.read("groups", {"run": run}, ["group_id", "position"]), trajectories)
+    return length_bias(
+        batches.filter(pa.array(mask, pa.bool_())),
+        lake.read("groups", {"run": run}, ["group_id", "position"]),
+        trajectories,
+    )

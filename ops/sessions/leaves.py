@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from furlong.ops.rollouts.spans import Span, merge
 from furlong.ops.rollouts.trajectory import Trajectory
 from furlong.ops.sessions.node import Node, path, tokens_of
 from furlong.ops.sessions.routings import of_conversation
@@ -85,13 +87,5 @@ def _superseded(nodes: Sequence[Node], index: int) -> bool:
     )
 
 
-def _spans(versions: list[int | None]) -> tuple[tuple[int, int, int], ...]:
-    spans: list[tuple[int, int, int]] = []
-    for at, version in enumerate(versions):
-        if version is None:
-            continue
-        if spans and spans[-1][0] == version and spans[-1][2] == at:
-            spans[-1] = (version, spans[-1][1], at + 1)
-        else:
-            spans.append((version, at, at + 1))
-    return tuple(spans)
+def _spans(versions: list[int | None]) -> tuple[Span, ...]:
+    return merge((version, at, at + 1) for at, version in enumerate(versions) if version is not None)

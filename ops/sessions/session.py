@@ -9,6 +9,7 @@ from typing import Any
 
 from furlong.ops.identity import counter_seed
 from furlong.ops.protocols import Sample
+from furlong.ops.rollouts.spans import cover
 from furlong.ops.rollouts.trajectory import Trajectory
 from furlong.ops.sessions.drift import check_drift
 from furlong.ops.sessions.leaves import kept_leaves, to_trajectory
@@ -208,10 +209,5 @@ def _check_sample(sample: Sample) -> None:
     for value in (*sample.logprobs, *sample.model_logprobs):
         if not (math.isfinite(value) and value <= 0):
             raise SessionError(f"reply {name} has a log-probability of {value}; check the weights and the engine")
-    end = 0
-    for _, begin, stop in sample.versions:
-        if begin != end or stop <= begin:
-            break
-        end = stop
-    if end != count:
+    if not cover(sample.versions, count):
         raise SessionError(f"reply {name}: spans {sample.versions} are not those of {count} tokens; mend the engine")

@@ -141,7 +141,7 @@ class StageReport:
 
     @property
     def wrote(self) -> bool:
-        """False when everything was committed already, i.e. the stage was repeated."""
+        """False when everything was committed already: the stage was repeated, or the pump was there before it."""
         return any(commit.wrote for commit in self.commits)
 
     def note(self, commit: Commit) -> None:

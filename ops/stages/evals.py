@@ -114,7 +114,10 @@ def _play(run: Run, engines: Engines, version: int, prompt: dict[str, Any], mode
         )
     for trajectory in done.values():
         if odd := {span[0] for span in trajectory.versions} - {version}:
-            raise StageError(f"{trajectory.trajectory_id}: sampled by versions {sorted(odd)}, expected only {version}")
+            raise StageError(
+                f"{trajectory.trajectory_id}: sampled by versions {sorted(odd)}, expected only {version}; end other "
+                "drivers of this run's engines, and run again"
+            )
     return [
         {"mode": mode, "prompt_id": prompt["prompt_id"], "text": done[n].text, "messages": as_json(done[n].messages),
          "tokens": sum(done[n].loss_mask), "finish_reason": done[n].finish_reason}

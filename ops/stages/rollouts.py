@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from furlong.ops import records
 from furlong.ops.protocols import GenerateRequest, LakeLike, Sample
+from furlong.ops.rollouts.spans import cover
 from furlong.ops.stages.chain import batch_groups, check_repeatable, starting_version
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
 
@@ -50,7 +51,10 @@ def check_sample(request: GenerateRequest, sample: Sample) -> None:
         raise StageError(f"engine answered {sample.request_id} for {name}; restart the engine with `make down`")
     counts = [len(sample.tokens), len(sample.logprobs), len(sample.model_logprobs)]
     if len(set(counts)) > 1:
-        raise StageError(f"reply {name}: {counts[0]} tokens but {counts[1]} and {counts[2]} log-probabilities")
+        raise StageError(
+            f"reply {name}: {counts[0]} tokens but {counts[1]} and {counts[2]} log-probabilities; restart the engine with "
+            "`make down`"
+        )
     for values in (sample.logprobs, sample.model_logprobs):
         bad = [t for t, value in enumerate(values) if not math.isfinite(value) or value > 0]
         if bad:
@@ -58,8 +62,7 @@ def check_sample(request: GenerateRequest, sample: Sample) -> None:
                 f"reply {name}: log-probability {values[bad[0]]} at token {bad[0]}; it was not committed; check the "
                 "weights version's digest and the engine's log"
             )
-    edges = [0, *(end for _, _, end in sample.versions)]
-    if [start for _, start, _ in sample.versions] != edges[:-1] or edges[-1] != counts[0]:
+    if not cover(sample.versions, counts[0]):
         raise StageError(
             f"reply {name}: the weights versions {sample.versions} do not cover its {counts[0]} tokens; a token without "
             "a version is never trained on; restart the engine"

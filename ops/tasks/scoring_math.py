@@ -34,23 +34,34 @@ def numeric(reply: str, entry: dict[str, Any], answer: str) -> Judgement:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last decimal number of `text`, exactly; thousands commas and exponents are understood, signs as
-    `scoring.extract_integer` does."""
+    """The last decimal number of `text`, exactly, or fraction such as 3/4; thousands commas and exponents are understood,
+    signs as `scoring.extract_integer` does."""
     matches = [match for match in _NUMBER.finditer(text) if any(letter.isdigit() for letter in match.group())]
     if not matches:
         return None
-    match = matches[-1]
-    if len(match.group()) > _LONGEST:
+    *earlier, last = matches
+    over = earlier.pop() if earlier and text[earlier[-1].end() : last.start()] == "/" else None
+    if over and earlier and text[earlier[-1].end() : over.start()] == "/":
+        over = None  # a date or the like
+    value, divisor = _value((over or last).group()), _value(last.group()) if over else Fraction(1)
+    if value is None or not divisor or abs(value / divisor) > Fraction(10) ** _LONGEST_EXPONENT:
         return None
-    mantissa, _, exponent = match.group().replace(",", "").lower().partition("e")
+    return -value / divisor if is_negative(text[: (over or last).start()]) else value / divisor
+
+
+def _value(number: str) -> Fraction | None:
+    """None for one that is too long."""
+    if len(number) > _LONGEST:
+        return None
+    mantissa, _, exponent = number.replace(",", "").lower().partition("e")
     if exponent and abs(int(exponent)) > _LONGEST_EXPONENT:
         return None
-    value = Fraction(mantissa.rstrip(".")) * Fraction(10) ** int(exponent or 0)
-    return -value if is_negative(text[: match.start()]) else value
+    return Fraction(mantissa.rstrip(".")) * Fraction(10) ** int(exponent or 0)
 
 
 def math_verify(reply: str, entry: dict[str, Any], answer: str) -> Judgement:
-    """The last expression of the reply, LaTeX or plain, must equal the answer as math-verify sees it.
+    """The expression that math-verify takes for the reply's answer must equal the answer as it sees it: what is boxed goes
+    before what follows words like "the answer is", and that before other expressions, LaTeX or plain, the last first.
 
     Its own time limits are off: they are alarms of the whole process, would disarm the worker's, and would turn a time-out
     into a wrong answer. The worker's deadline ends an expression that takes too long.

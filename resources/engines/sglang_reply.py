@@ -12,6 +12,7 @@ import numpy as np
 from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.routing import encode
 from furlong.ops.protocols import GenerateRequest, Sample
+from furlong.ops.rollouts.spans import Span, cover, merge, shifted
 from furlong.resources.engines.step_gate import EngineError
 
 _INSTALL = "this client speaks to SGLang 0.5.23 with Furlong's shim: run `make sglang`, or start the server as it says"
@@ -98,23 +99,12 @@ def _experts(name: str, meta: dict[str, Any], rows: int, architecture: Architect
     return found.reshape(rows, architecture.layers, architecture.top_k)[:, list(architecture.expert_layers)]
 
 
-def _spans(name: str, found: list[dict[str, Any]], tokens: int) -> tuple[tuple[int, int, int], ...]:
+def _spans(name: str, found: list[dict[str, Any]], tokens: int) -> tuple[Span, ...]:
+    # A version that was put in and taken out between two tokens leaves an empty span.
     spans = merge((int(span["version"]), span["start"], span["end"]) for span in found)
-    edges = [0, *(end for _, _, end in spans)]
-    if [start for _, start, _ in spans] != edges[:-1] or edges[-1] != tokens:
+    if not cover(spans, tokens):
         raise EngineError(f"{name}: the server's weights versions {found} do not cover its {tokens} tokens; {_INSTALL}")
     return spans
-
-
-def merge(found: Any) -> tuple[tuple[int, int, int], ...]:
-    """Spans without empty ones and seams: a version that was put in and taken out between two tokens leaves one."""
-    spans: list[tuple[int, int, int]] = []
-    for version, start, end in found:
-        if spans and spans[-1][0] == version:
-            start = spans.pop()[1]
-        if start < end:
-            spans.append((version, start, end))
-    return tuple(spans)
 
 
 def make_sample(
@@ -123,7 +113,7 @@ def make_sample(
     """The parts of one request, in order, as its sample."""
     versions, at = [], 0
     for part in parts:
-        versions += [(version, at + start, at + end) for version, start, end in part.versions]
+        versions += shifted(part.versions, at)
         at += len(part.tokens)
     sample = Sample(
         request_id=request.request_id,

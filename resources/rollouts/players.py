@@ -13,9 +13,9 @@ from furlong.ops.envs.single_turn import opening
 from furlong.ops.protocols import GenerateRequest, Sample
 from furlong.ops.rollouts.play import play
 from furlong.ops.rollouts.trajectory import Draw, Outcome, Task
-from furlong.ops.sessions.matchers import MATCHERS
+from furlong.ops.sessions.matchers import MATCHERS, Matcher
 from furlong.ops.sessions.template import ChatTemplate
-from furlong.ops.spec import RunSpec, SamplingSpec, SpecError
+from furlong.ops.spec import DataSpec, RunSpec, SamplingSpec, SpecError
 from furlong.resources.envs.sandbox import PythonSandbox
 from furlong.resources.serving.agent import MOST, play_agent
 from furlong.resources.serving.endpoint import Defaults, Endpoint
@@ -74,21 +74,13 @@ class AgentPlayer:
     def __init__(self, spec: RunSpec, template: ChatTemplate, deadline: float, context: int, folder: Path):
         self._spec, self._template, self._deadline = spec, template, deadline
         self._context, self._folder = context, folder
-        options = {"matcher": "loose_tool_call", **spec.data.env.options}
-        if set(options) != {"program", "matcher"} or not isinstance(options["program"], str):
-            raise SpecError(
-                f"data.env: agent takes the options program and matcher, not {spec.data.env.options}; set program to "
-                "module:function, or to a shell command that asks the URL in OPENAI_BASE_URL"
-            )
-        if options["matcher"] not in MATCHERS:
-            raise SpecError(f"data.env: matcher {options['matcher']!r} is not known; set one of {', '.join(MATCHERS)}")
-        self._program, self._matcher = options["program"], MATCHERS[options["matcher"]]
+        self._program, self._matcher = _agent(spec.data)
         self._lock = threading.Lock()
         self._servers: dict[bool, tuple[Endpoint, Server]] = {}
         self._draws: dict[str, Draw] = {}
 
     def render(self, prompt: dict[str, Any]) -> list[int]:
-        return self._template.prompt_ids(opening(self._spec.data.system, prompt["question"]))
+        return self._template.prompt_ids(opening("", prompt["question"]))
 
     def play(self, tasks: Sequence[Task], prompt: dict[str, Any], draw: Draw, key: str, greedy: bool) -> list[Outcome]:
         self._draws[key] = draw
@@ -117,6 +109,28 @@ class AgentPlayer:
 
     def _draw(self, requests: list[GenerateRequest], key: str) -> list[Sample]:
         return self._draws[key](requests, key)
+
+
+def check_env(data: DataSpec) -> None:
+    """Raise SpecError when `data.env` cannot be played; the message names the field and the fix."""
+    if data.env.name == AGENT:
+        _agent(data)
+    else:
+        make_env(data, PythonSandbox().run)
+
+
+def _agent(data: DataSpec) -> tuple[str, Matcher]:
+    options = {"matcher": "loose_tool_call", **data.env.options}
+    if set(options) != {"program", "matcher"} or not isinstance(options["program"], str):
+        raise SpecError(
+            f"data.env: agent takes the options program and matcher, not {data.env.options}; set program to "
+            "module:function, or to a shell command that asks the URL in OPENAI_BASE_URL"
+        )
+    if options["matcher"] not in MATCHERS:
+        raise SpecError(f"data.env: matcher {options['matcher']!r} is not known; set one of {', '.join(MATCHERS)}")
+    if data.system:
+        raise SpecError("data.system does not go with an agent, which begins its conversations itself; leave it empty")
+    return options["program"], MATCHERS[options["matcher"]]
 
 
 def at_temperature(sampling: SamplingSpec, greedy: bool) -> SamplingSpec:

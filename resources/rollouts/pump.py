@@ -167,8 +167,7 @@ class Pump:
         for name in self.ledger.groups(State.RESERVED):
             self._start(self._groups[name])
         spec, ahead = self.spec, len(self._open())
-        batched = self.ledger.groups(State.ADMITTED, State.TRAINED)
-        begun = ahead + sum(self.ledger.entry(name).step > self._published for name in batched)
+        begun = ahead + self.ledger.taken_after(self._published)
         count = room(begun, ahead, key.step, spec.steps, self._per_step, spec.staleness, spec.rollout.oversample)
         bound = min(spec.staleness, spec.steps - key.step)
         made = self.course.reserve(count, key.step, key.attempt, ahead, self._per_step, bound)
@@ -219,7 +218,8 @@ class Pump:
     def _judge(self, group: Group, rewards: list[dict[str, Any]]) -> None:
         if self.spec.rollout.filter == "zero_variance" and is_flat(group, rewards):
             self.ledger.reject(group.group_id, Rejection.ZERO_VARIANCE)
-            self._budget.reject(group.group_id, Rejection.ZERO_VARIANCE)
+            scores = sorted({row["score"] for row in rewards if row["score"] is not None})
+            self._budget.reject(group.group_id, Rejection.ZERO_VARIANCE, f"all its rewards are {scores}")
 
     def _judge_finished(self) -> None:
         """What an earlier driver had finished it may not have judged."""
@@ -254,7 +254,7 @@ class Pump:
     def _begin_attempt(self, key: StepKey) -> None:
         """A step that is repeated on purpose takes the prompts of the attempt before again."""
         before = [
-            name for name in self.ledger.groups(State.ADMITTED, State.TRAINED)
+            name for name in (self.ledger.groups(State.ADMITTED, State.TRAINED) if key.attempt > 1 else [])
             if self.ledger.entry(name).step == key.step and attempt_of(name) < key.attempt
         ]  # fmt: skip
         # Told with the groups of the new attempt, without which nobody would know that there is one.

@@ -12,8 +12,9 @@ import pyarrow as pa
 from furlong.ops import records
 from furlong.ops.protocols import LakeLike
 
-_ORDER = ("groups", "failures", "fragments", "rewards", "trajectories")
-"""A group counts as finished once its trajectories stand, so what belongs to them comes before."""
+_ORDER = ("groups", "failures", "fragments", "trajectories", "rewards")
+"""Each before what is made from it: trajectories that a crash has lost are drawn anew, under newer weights, and would not be
+those that rewards stand for; rewards that it has lost are given again."""
 _KEY = {"groups": "group_id", "failures": "trajectory_id", "fragments": "request_id"}
 """The column that tells a row of a table from others of its run; `trajectory_id` where nothing is said."""
 

@@ -258,7 +258,9 @@ class _Work:
             self._ask({name: partial(engine.pause, lease) for name, engine in behind.items()})
             self._enter("flip")
             self.turned = True
-            self._ask({n: partial(e.activate, self.row["version"], self.fence, self.inflight) for n, e in behind.items()})
+            self._ask(
+                {n: partial(e.activate, self.row["version"], self.fence, self.inflight) for n, e in behind.items()}
+            )
             self._enter("resume")
         except BaseException:
             # Before anything is decoded with a version that is not going to be live.

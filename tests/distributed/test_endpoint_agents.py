@@ -16,10 +16,12 @@ from scripted import Script
 
 from furlong.ops.records import Failure
 from furlong.ops.rollouts.trajectory import EngineLost, Failed, Task
+from furlong.ops.spec import Placement, SpecError
 from furlong.resources.serving import agent
 from furlong.resources.serving.agent import play_agent
 from furlong.resources.serving.endpoint import Defaults, Endpoint
 from furlong.resources.serving.server import Server
+from furlong.resources.system import System
 
 DEFAULTS = Defaults(temperature=1.0, max_new_tokens=50, reply_deadline=9.0, context_length=300)
 TASKS = [Task(f"run-00001.1-g000-s{sample:02d}", sample, 100 + sample) for sample in range(4)]
@@ -149,3 +151,37 @@ def test_programs_wait_for_a_place_and_are_not_begun_for_nothing(endpoint, scrip
     with pytest.raises(KeyError, match="has ended"):
         play_agent(TASKS, {"question": "hello", "entry": {"more": "x"}}, endpoint, "agent_samples:ask", 30.0, "", look)
     assert len({request.seed for request in script.requests if request.seed in range(100, 104)}) == 1
+
+
+def test_programs_are_ended_when_the_group_is_not_wanted_any_more(endpoint: Endpoint) -> None:
+    begun = time.monotonic()
+
+    def look() -> None:
+        if time.monotonic() - begun > 0.3:
+            raise KeyError("unwanted")
+
+    prompt = {"question": "hello", "entry": "{}"}
+    with pytest.raises(KeyError, match="unwanted"):
+        play_agent(TASKS, prompt, endpoint, "exec sleep 31", 60.0, "group", look)
+    assert time.monotonic() - begun < 10
+    assert endpoint.sessions() == []
+    assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "31"]]
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [
+        ("set program to", {"data.env": {"name": "agent"}}),
+        ("no environment 'agents'", {"data.env": {"name": "agents"}}),
+        (
+            "matcher 'odd' is not known",
+            {"data.env": {"name": "agent", "options": {"program": "a:b", "matcher": "odd"}}},
+        ),
+        ("leave it empty", {"data.env": {"name": "agent", "options": {"program": "a:b"}}, "data.system": "Be brief."}),
+    ],
+)
+def test_a_spec_that_cannot_be_played_starts_no_run(said: str, change: dict, tmp_path: Path) -> None:
+    system = System(Placement(root=str(tmp_path)))
+    with pytest.raises(SpecError, match=said):
+        system.start_run("tiny", change)
+    assert list(tmp_path.iterdir()) == []

@@ -36,9 +36,9 @@ class Place:
         arguments = [json.dumps({"spec": self.spec, "run": run, **config})] + ([json.dumps(kill)] if kill else [])
         return self.run(sys.executable, str(DRIVE), *arguments)
 
-    def start(self, run: str, env: dict | None = None, **config) -> subprocess.Popen:
+    def start(self, run: str, env: dict | None = None, program: Path = DRIVE, **config) -> subprocess.Popen:
         """Drive a run in a process of its own; whoever starts one ends it."""
-        command = [sys.executable, str(DRIVE), json.dumps({"spec": self.spec, "run": run, **config})]
+        command = [sys.executable, str(program), json.dumps({"spec": self.spec, "run": run, **config})]
         return subprocess.Popen(command, env=env or self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def finish(self, run: str, **config) -> None:

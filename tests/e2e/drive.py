@@ -3,9 +3,11 @@
     python drive.py CONFIG_JSON [KILL_JSON]
 
 KILL_JSON is {"table", "step", "when"}: SIGKILL this process before or after the first commit of that table for that
-step. Only the lake's two writing methods are wrapped; everything else is the product as it is.
+step, or {"table", "commit", "when"}: the commit of that number. Only the lake's two writing methods are wrapped;
+everything else is the product as it is.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -15,11 +17,13 @@ from furlong.resources.lake import Lake
 
 
 def die_at(point: dict) -> None:
+    commits = itertools.count(1)
     for name in ("commit_once", "replace"):
         original = getattr(Lake, name)
 
         def wrapped(self, table, key, data, fence=None, _original=original, _name=name):
-            hit = table == point["table"] and _step(key, data) == point["step"] and point.get("how", _name) == _name
+            hit = table == point["table"] and point.get("how", _name) == _name
+            hit = hit and (next(commits) == point["commit"] if "commit" in point else _step(key, data) == point["step"])
             if hit and point["when"] == "before":
                 os.kill(os.getpid(), signal.SIGKILL)
             result = _original(self, table, key, data, fence)

@@ -3,6 +3,7 @@
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from furlong.ops.records import State
 from furlong.ops.rollouts.ledger import Ledger
 from furlong.ops.rollouts.reconcile import account, facts, owed
 
+STORM = Path(__file__).with_name("storm.py")
 STEPS, PER_STEP, SAMPLES, BOUND = 6, 4, 4, 2
 AHEAD = {"steps": STEPS, "staleness": BOUND, "data.train_prompts": 200}
 
@@ -82,6 +84,18 @@ def test_killed_at_random_and_run_again(place, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("table", ["groups", "trajectories", "rewards", "ledger"])
+def test_killed_between_two_commits_and_run_again(place, table):
+    """What was committed alone, without what was to follow, does not stand in the way of what is drawn anew."""
+    run = f"between-{table}"
+    for commit, when in ((2, "before"), (1, "after")):
+        died = place.drive(run, {"table": table, "commit": commit, "when": when}, overrides=AHEAD)
+        assert died.returncode == -signal.SIGKILL, died.stderr[-4000:]
+    place.finish(run, overrides=AHEAD)
+    check_finished(place, run)
+
+
 def test_two_engines_draw_on_while_one_is_killed(place):
     """Publications do not wait for it; that it is admitted again only with its proof, tests of the router show."""
     run = "pair"
@@ -102,3 +116,33 @@ def test_two_engines_draw_on_while_one_is_killed(place):
     proofs = {row["version"]: len(row["attestations"]) for row in versions if row["version"]}
     assert min(proofs.values()) == 1, "a publication went on without the engine that was lost"
     check_conservation(place.lake, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_update", ["in_place", "abort"])
+def test_a_storm_loses_no_prompt(place, on_update):
+    """One engine of two is killed every third step, some replies take ten times as long, and connections break."""
+    run, steps = f"storm-{on_update.replace('_', '-')}", 12
+    overrides = {**AHEAD, "steps": steps, "rollout.on_update": on_update, "data.env": {"name": "storm:Storm"}}
+    env = {**place.env, "FURLONG_ENGINES": "2", "PYTHONPATH": str(STORM.parent)}
+    killed, driver = 0, place.start(run, env=env, program=STORM, overrides=overrides)
+    try:
+        begun = time.monotonic()
+        while driver.poll() is None:
+            assert time.monotonic() - begun < 280, "the run hangs"
+            done = max(place.lake.read("batches", {"run": run}, ["step"])["step"].to_pylist(), default=0)
+            if done >= 3 * (killed + 1):
+                place.actor_process(("engine-1", "engine")[killed % 2], run).send_signal(signal.SIGKILL)
+                killed += 1
+            time.sleep(0.05)
+        out, err = driver.communicate(timeout=60)
+    finally:
+        driver.kill()
+    assert driver.returncode == 0, err[-4000:]
+    assert killed >= 3
+    assert "is taken out" in out + err
+    assert "connection broke" in out + err
+    ledger = check_conservation(place.lake, run)
+    assert len(ledger.groups(State.TRAINED, State.ADMITTED)) == steps * PER_STEP
+    assert place.lake.read("failures", {"run": run, "kind": "environment"}).num_rows > steps
+    assert [state for _, state, _ in place.digests(run)] == ["live"] * (steps + 1)

@@ -68,7 +68,8 @@ QUICK = {
 
 
 @pytest.mark.parametrize(
-    "kill", [pytest.param(kill, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, kill in KILLS.items()]
+    "kill",
+    [pytest.param(kill, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, kill in KILLS.items()],
 )
 def test_killed_in_a_stage_and_run_again(place, undisturbed, kill, request):
     run = "killed-" + request.node.callspec.id.replace(",", "").replace(" ", "-").replace("_", "-")

@@ -123,8 +123,8 @@ def test_two_groups_for_one_prompt_and_senseless_numbers_are_refused():
 
 
 def test_tokens_are_counted_by_the_step_that_made_their_weights():
-    counted = tokens_by_step([(0, 5, 9), (2, 9, 10)], {0: 0, 2: 1, 3: 1})
-    assert tokens_by_step([(3, 0, 4)], {0: 0, 2: 1, 3: 1}, counted) == {0: 4, 1: 5}
+    counted = tokens_by_step([(0, 5, 9), (2, 9, 10), (3, 0, 4)], {0: 0, 2: 1, 3: 1})
+    assert counted == {0: 4, 1: 5}
     assert staleness(Candidate("g", 0, True, counted), 3) == 3
 
 

@@ -20,7 +20,6 @@ from furlong.ops.rollouts.fragments import (
     join,
     reply_name,
     resume,
-    stale_mask,
     to_row,
 )
 
@@ -183,14 +182,3 @@ def test_the_name_of_a_reply():
     for odd in ("r", "r.", ".1", "r.x", ""):
         with pytest.raises(FragmentError, match="does not end in"):
             reply_name(odd)
-
-
-def test_only_tokens_of_the_newest_version_are_kept():
-    T, F = True, False
-    assert stale_mask([(3, 2, 4), (5, 4, 5), (5, 7, 8)], 9) == (F, F, F, F, T, F, F, T, F)
-    # The newest need not come last: another leaf's turn may have been drawn later.
-    assert stale_mask([(5, 0, 1), (3, 1, 2)], 2) == (T, F)
-    assert stale_mask([(0, 0, 1)], 1) == (T,)
-    for spans in ([], [(0, 0, 2)], [(0, 0, 0)], [(0, -1, 1)], [(0, 0, 1), (1, 0, 1)]):
-        with pytest.raises(FragmentError):
-            stale_mask(spans, 1)

@@ -273,7 +273,9 @@ def test_empty_batch_counts_as_a_step_and_changes_no_weight(folder):
     assert (metrics.mismatch_coverage, metrics.mismatch_mean) == (0.0, None), "nothing was compared, and that is said"
     assert (metrics.loss, metrics.tokens_trained, metrics.grad_norm) == (0.0, 0, 0.0)
     assert_bitwise(everything(trainer), before | {"step": torch.tensor([1])})
-    nothing = replace(batch, step=2, prompts=(), **dict.fromkeys(("group", "replies", "logprobs", "masks", "fresh"), ()))
+    nothing = replace(
+        batch, step=2, prompts=(), **dict.fromkeys(("group", "replies", "logprobs", "masks", "fresh"), ())
+    )
     assert trainer.step(replace(nothing, advantages=(), trajectory_ids=())).tokens_trained == 0
     fresh = loaded(folder)
     fresh.completed = 2

@@ -301,3 +301,16 @@ def test_account_tells_what_is_lost_or_taken_twice():
     assert "not in the ledger" in account(ledger, {"a": 0, "b": 1, "c": 2, "d": 3}, [1])[0]
     assert "was not drawn" in account(ledger, {"a": 0, "b": 1}, [1])[0]
     assert account(Ledger(RUN), {}) == []
+
+
+def test_groups_taken_by_later_batches_are_counted_as_they_come_and_go():
+    ledger = Ledger(RUN, clock)
+    for step in (1, 2, 3):
+        for index in range(step):
+            walk(ledger, f"{step}-{index}", (State.ADMITTED, State.TRAINED)[step % 2], step)
+    assert [ledger.taken_after(step) for step in range(5)] == [6, 5, 3, 0, 0]
+    ledger.reject("3-1", Rejection.SUPERSEDED)
+    ledger.train(["2-0"], 2)
+    events = ledger.take_events()
+    for known in (ledger, Ledger.replay(RUN, events)):
+        assert [known.taken_after(step) for step in range(5)] == [5, 4, 2, 0, 0]

@@ -238,9 +238,7 @@ def test_a_transport_that_fails_is_followed_by_the_lake_s_own_rows(run, monkeypa
 
 
 def test_every_transport_leaves_the_same_versions(run, transport, undisturbed):
-    fleet = Fleet(
-        RUN, run.lake, str(run.model.path), [new_engine(run), new_engine(run)], lambda _: new_engine(run)
-    )
+    fleet = Fleet(RUN, run.lake, str(run.model.path), [new_engine(run), new_engine(run)], lambda _: new_engine(run))
     restart(run, engines=fleet)
     for step in (1, 2, 3):
         take(run, step)

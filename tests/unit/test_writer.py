@@ -6,6 +6,8 @@ from furlong.ops import records
 from furlong.resources.rollouts.writer import Writer
 
 RUN = "quick"
+BLANK = {"stri": "", "int6": 0, "int3": 0, "floa": 0.0, "doub": 0.0, "list": []}
+"""By how a column's type begins."""
 
 
 class Table:
@@ -48,3 +50,17 @@ def test_what_a_flush_did_not_commit_the_next_one_does_before_all_else(when, bre
     writer.flush()
     assert [table for table, _ in lake.commits] == ["failures", "ledger", "failures", "ledger"]
     assert [key.count("1") for table, key in lake.commits if table == "ledger"] == [1, 0]
+
+
+def test_rewards_stand_only_beside_their_trajectories():
+    """A trajectory that a crash took is drawn anew, perhaps by newer weights: its old reward must not be there first."""
+    lake = Table(2, "before", KeyboardInterrupt)
+    writer = Writer(lake, RUN)
+    for table in ("rewards", "trajectories"):
+        full = {field.name: BLANK[str(field.type)[:4]] for field in records.TABLES[table] if not field.nullable}
+        writer.add(table, [dict.fromkeys(records.TABLES[table].names) | full | {"run": RUN}])
+    with pytest.raises(KeyboardInterrupt):
+        writer.flush()
+    assert [table for table, _ in lake.commits] == ["trajectories"]
+    writer.flush()
+    assert [table for table, _ in lake.commits] == ["trajectories", "rewards"]
