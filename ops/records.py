@@ -78,7 +78,8 @@ class Failure(StrEnum):
     ENVIRONMENT = "environment"
     """The environment or the agent raised."""
     VERIFIER = "verifier"
-    """The verifier raised or overran its deadline."""
+    """The verifier raised or overran its deadline: the reply is scored once more, and what comes of that is its verdict in
+    `rewards`. It counts against the budget; there is no row of `failures`, as the trajectory stands."""
     DRIFT = "drift"
     """The tokens of the session are not what its messages render to."""
 

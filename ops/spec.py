@@ -280,7 +280,7 @@ class Placement(Frozen):
     ray_address: str = ""
     """host:port of a running Ray cluster; empty to start one on this machine."""
     threads: int = Field(0, ge=0)
-    """CPU threads of engine and of trainer, which take turns; 0 for all cores."""
+    """CPU threads of each engine and of the trainer, 0 for all cores; they take turns in synchronous runs only."""
     engines: int = Field(1, ge=1)
     """Engines that draw replies, each with its own copy of the weights."""
     engine_tp: int = Field(1, ge=1)

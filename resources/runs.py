@@ -303,9 +303,10 @@ class OpenRun:
             self.observer.step_finished(step, self.drive)
 
     def finish(self) -> dict[str, Any] | None:
-        """When all steps are done: put the trainer's state on disk, write report.json, and return the report."""
+        """When all steps are done: put ledger and trainer's state on disk, write report.json, and return the report."""
         if self.next_step() <= self.spec.steps:
             return None
+        self.pump.settle()
         self.trainer.settle()
         self.drive.save(self.folder)
         report = build_report(self.lake, self.name, self.spec, Drive.saved(self.folder))

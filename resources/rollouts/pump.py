@@ -139,6 +139,11 @@ class Pump:
         with self._drawer.held():
             yield
 
+    def settle(self) -> None:
+        """The ledger in the lake tells everything that its other tables do, whoever died before telling it."""
+        self._writer.flush()
+        self._raise()
+
     def close(self) -> None:
         """Stop drawing; what was drawn is kept. Nothing may be gathered afterwards."""
         with self._changed:

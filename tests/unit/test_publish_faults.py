@@ -1,5 +1,6 @@
 """What goes wrong between the lake and the engines: damaged files, lost rows, lost parties, calls that come too late."""
 
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -242,6 +243,13 @@ def test_engines_that_die_during_a_publication_are_replaced_and_it_is_finished(r
     run.engines._proved = [0, 0]
     values = publish(run)
     assert "the engine was lost in" in values["retried_because"]
+    assert len(run.lake.read("weight_versions", {"run": RUN, "version": 1})["attestations"][0]) == (1 if dying == 1 else 2)
+    # Where another could go on, the lost one is not waited for: whoever draws next has it back.
+    run.engines_at(1)
+    until = time.monotonic() + 60
+    while len(run.engines.serving()) < 2:
+        assert time.monotonic() < until, run.router.loads()
+        time.sleep(0.05)
     assert [type(engine) for engine in run.engines.members] == [LocalEngine] * dying + [Mortal] * (2 - dying)
     assert [engine.attest().digest for engine in run.engines.members] == [live(run)[1]] * 2
 
