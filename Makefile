@@ -46,9 +46,9 @@ demo: install
 	@$(BIN)/furlong demo --spec $(SPEC) --seed $(SEED)
 
 # A hang is a failure: pyproject.toml bounds each test, this bounds them all. In two halves side by side, as one mostly
-# waits for processes to start while the other computes.
+# waits for processes to start while the other computes. Without job control (set -m) the one behind would ignore SIGINT.
 test: install sglang
-	@log=$$(mktemp); $(QUICK_TESTS) tests/unit tests/graph > $$log 2>&1 & half=$$!; trap "kill $$half 2>/dev/null" EXIT; \
+	@set -m; log=$$(mktemp); $(QUICK_TESTS) tests/unit tests/graph > $$log 2>&1 & half=$$!; trap "kill $$half 2>/dev/null" EXIT; \
 	  failed=0; $(QUICK_TESTS) tests/contract tests/distributed tests/e2e || failed=$$?; \
 	  wait $$half || failed=$$?; trap - EXIT; cat $$log; rm -f $$log; exit $$failed
 
