@@ -243,7 +243,9 @@ def test_engines_that_die_during_a_publication_are_replaced_and_it_is_finished(r
     run.engines._proved = [0, 0]
     values = publish(run)
     assert "the engine was lost in" in values["retried_because"]
-    assert len(run.lake.read("weight_versions", {"run": RUN, "version": 1})["attestations"][0]) == (1 if dying == 1 else 2)
+    assert len(run.lake.read("weight_versions", {"run": RUN, "version": 1})["attestations"][0]) == (
+        1 if dying == 1 else 2
+    )
     # Where another could go on, the lost one is not waited for: whoever draws next has it back.
     run.engines_at(1)
     until = time.monotonic() + 60
