@@ -21,7 +21,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
 import yaml
 
 from furlong.ops.envs.protocol import Message, Observation
@@ -59,21 +58,10 @@ class _Slow(Uneven):
         return Observation((), done=True)
 
 
-def process_of(root: Path, role: str, run: str) -> psutil.Process | None:
-    """The actor's process, by the log file that it holds open."""
-    log = str(root / "logs" / f"{role}-{run}.log")
-    for process in psutil.process_iter():
-        try:
-            if any(os.readlink(f"/proc/{process.pid}/fd/{fd}") == log for fd in (1, 2)):
-                return process
-        except OSError:
-            continue
-    return None
-
-
 def disturb(root: Path, run: str, driver: subprocess.Popen, every: int) -> dict[str, int]:
     """Kill or stop an engine each `every` published steps until the driver ends."""
     from furlong.resources.lake import Lake
+    from furlong.resources.processes import writer_of
 
     lake, done, struck = Lake(str(root / "lake")), 0, {"killed": 0, "stopped": 0}
     while driver.poll() is None:
@@ -82,7 +70,7 @@ def disturb(root: Path, run: str, driver: subprocess.Popen, every: int) -> dict[
         if newest < done + every:
             continue
         count, done = sum(struck.values()), newest
-        engine = process_of(root, ("engine", "engine-1")[count % 2], run)
+        engine = writer_of(root / "logs" / f"{('engine', 'engine-1')[count % 2]}-{run}.log")
         if engine is not None:
             stop = count % 4 == 3
             engine.send_signal(signal.SIGSTOP if stop else signal.SIGKILL)

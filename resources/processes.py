@@ -7,6 +7,7 @@ reused process id can be mistaken for ours. A process that renames itself may ov
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,17 @@ def renamed_with_files_in(folder: Path, prefix: str) -> list[psutil.Process]:
         except psutil.Error:
             continue  # it ended meanwhile, or belongs to another user and so not to us
     return found
+
+
+def writer_of(log: Path) -> psutil.Process | None:
+    """The process whose output this file is, such as an actor by its log; None when nobody writes it."""
+    for process in psutil.process_iter():
+        try:
+            if any(os.readlink(f"/proc/{process.pid}/fd/{fd}") == str(log) for fd in (1, 2)):
+                return process
+        except OSError:
+            continue  # it ended, or is another user's
+    return None
 
 
 def end_all(find: Callable[[], list[psutil.Process]], polite_seconds: float, deadline: float) -> list[str]:

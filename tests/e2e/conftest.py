@@ -13,6 +13,7 @@ from furlong.ops import records
 from furlong.ops.spec import Placement
 from furlong.resources.cluster import stop_cluster
 from furlong.resources.lake import Lake
+from furlong.resources.processes import writer_of
 
 DRIVE = Path(__file__).with_name("drive.py")
 TABLES = (
@@ -47,14 +48,10 @@ class Place:
 
     def actor_process(self, role: str, run: str) -> psutil.Process:
         """The actor's process, by the log file that it holds open."""
-        log = str(self.placement.folder / "logs" / f"{role}-{run}.log")
-        for process in psutil.process_iter():
-            try:
-                if any(os.readlink(f"/proc/{process.pid}/fd/{fd}") == log for fd in (1, 2)):
-                    return process
-            except OSError:
-                continue
-        raise AssertionError(f"no process writes {log}")
+        log = self.placement.folder / "logs" / f"{role}-{run}.log"
+        process = writer_of(log)
+        assert process is not None, f"no process writes {log}"
+        return process
 
     def digests(self, run: str) -> list[tuple[int, str, str]]:
         rows = self.lake.read("weight_versions", {"run": run}, ["version", "state", "digest"]).to_pylist()

@@ -104,20 +104,6 @@ def test_metrics_by_hand(folder):
     assert metrics.learning_rate == 1e-3
 
 
-def test_mismatch_is_measured_on_fresh_tokens_only(folder):
-    trainer = loaded(folder)
-    batch = near(trainer, make_batch(4))
-    fresh = tuple(tuple(t % 2 == 0 for t in range(len(row))) for row in batch.replies)
-    stale = tuple(tuple(v if new else v - 0.5 for v, new in zip(*pair, strict=True))
-                  for pair in zip(batch.logprobs, fresh, strict=True))  # fmt: skip
-    kept = replace(batch, masks=tuple(tuple(a and b for a, b in zip(*pair, strict=True))
-                                      for pair in zip(batch.masks, fresh, strict=True)))  # fmt: skip
-    metrics = trainer.step(replace(batch, logprobs=stale, fresh=fresh))
-    alone = loaded(folder).step(kept)
-    assert metrics.mismatch_coverage == pytest.approx(alone.tokens_trained / metrics.tokens_trained)
-    assert metrics.mismatch_mean == pytest.approx(alone.mismatch_mean, abs=2e-6)
-
-
 def test_adamw_over_two_steps_by_hand(folder):
     """m and v as running means of g and g^2, both divided by 1 - beta^t; decay pulls before the move."""
     b1, b2, decay = 0.7, 0.9, 0.1
