@@ -124,6 +124,11 @@ class Engine(Protocol):
     def generate(self, requests: list[GenerateRequest]) -> list[Sample]:
         """Submit, wait for all, and return them in the order asked; several threads may, at once."""
 
+    def score(self, rows: list[tuple[tuple[int, ...], int]], temperature: float) -> list[list[float]]:
+        """For each token sequence and the index of its first scored token, at least 1: the log-probability (nat) of every
+        token from there on under softmax(logits / temperature) of the live weights. Replies go on meanwhile. Where an
+        engine gives a token the same bits in any company, these are the bits that it records when it draws it."""
+
     def abort(self, request_ids: list[str] | None = None) -> int:
         """End running requests (all when None), keeping what they have; returns how many."""
 
@@ -196,18 +201,37 @@ class TrainBatch:
     """The engine's log-probability of each reply token that was sampled; any number for the others."""
     masks: tuple[tuple[bool, ...], ...]
     """True where a reply token enters the loss."""
-    fresh: tuple[tuple[bool, ...], ...]
-    """True where a reply token was sampled by the very weights that the step starts from: there, and only there,
-    log-probabilities of trainer and engine can be compared."""
+    sampled_by: tuple[tuple[int, ...], ...]
+    """Weights version that sampled each reply token; -1 for tokens that nobody sampled."""
+    version: int
+    """Weights version that the step starts from."""
     advantages: tuple[float, ...]
-    """One per trajectory."""
+    """One per trajectory, as `ops.policy.algorithms` makes them from the rewards."""
+    rewards: tuple[float, ...]
+    """One per trajectory, as the verifier gave it."""
+    routing: tuple[Routing | None, ...]
+    """For models with experts, the recorded experts of each trajectory, prompt included; they are replayed."""
     trajectory_ids: tuple[str, ...]
     """Named in errors."""
 
 
 @dataclass(frozen=True)
+class OtherLogprobs:
+    """Log-probabilities (nat, at the batch's temperature) of the batch's reply tokens under weights that the step does not
+    start from, in the shape of `TrainBatch.replies`; NaN where they were not computed."""
+
+    sampling: tuple[tuple[float, ...], ...] | None = None
+    """By the trainer's arithmetic, under the weights version that sampled the token: what `TrainBatch.logprobs` is compared
+    with where the token was not sampled by the step's own starting weights."""
+    reference: tuple[tuple[float, ...], ...] | None = None
+    """Under the base model, where the algorithm has a divergence from it."""
+    teacher: tuple[tuple[float, ...], ...] | None = None
+    """Under the teacher, for distillation."""
+
+
+@dataclass(frozen=True)
 class StepMetrics:
-    """What one optimiser step measured; every number is finite. The mismatch is None without any fresh token."""
+    """What one optimiser step measured; every number is finite. The mismatch is None where no token was compared."""
 
     loss: float
     grad_norm: float
@@ -219,42 +243,65 @@ class StepMetrics:
     """Share of trained tokens whose ratio was clipped."""
     entropy: float
     """Mean entropy (nat) of the trainer's next-token distribution at trained tokens."""
+    ess: float
+    """Effective sample size (sum w)^2 / sum w^2 as a share of the trained tokens, w = exp(trainer - engine) before any
+    bound: 1 when nothing has to be corrected."""
+    rejected_fraction: float
+    """Share of trained tokens that the correction took out of the loss."""
+    kl: float | None
+    """Mean estimate (nat) of the divergence of the policy from the base model (for `distill`: from the teacher), at trained
+    tokens and under the step's starting weights; None where the loss has none."""
     mismatch_coverage: float
-    """Share of trained tokens that are fresh, i.e. that the mismatch is measured on."""
+    """Share of trained tokens that the mismatch is measured on."""
     mismatch_mean: float | None
-    """Mean |log-probability of the trainer - of the engine| over fresh trained tokens: same weights version."""
+    """Mean |log-probability of the trainer - of the engine|, both under the weights version that sampled the token."""
     mismatch_max: float | None
     mismatch_p99: float | None
     mismatch_k3: float | None
     """k3 estimate of KL(engine || trainer): mean of exp(d) - 1 - d with d = trainer - engine."""
+    mismatch_ess: float | None
+    """Effective sample size, as a share, of the weights exp(d)."""
+    tokens_reached: tuple[int, ...]
+    """For each trajectory, the tokens whose gradient went through the whole network and into the optimiser."""
 
 
 class Trainer(Protocol):
-    """Holds master weights and optimiser; one call of `step` is one optimiser step."""
+    """Holds master weights and optimiser; one call of `step` is one optimiser step.
+
+    With several ranks each has one, and every method is called on all of them with the same arguments; the results of
+    rank 0 count.
+    """
 
     def load(self, folder: str) -> None:
         """Start from a Hugging Face folder with a fresh optimiser, at step 0."""
 
-    def logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        """Log-probability of each reply token under the current weights, at the batch's temperature."""
+    def logprobs(
+        self,
+        batch: TrainBatch,
+        masks: tuple[tuple[bool, ...], ...] | None = None,
+        weights: dict[str, Any] | None = None,
+    ) -> list[list[float]]:
+        """Log-probability of each reply token (of those in `masks`; NaN elsewhere) at the batch's temperature, under the
+        current weights, or under published `weights` as `export` gives them; the trainer is the same afterwards."""
 
-    def step(self, batch: TrainBatch) -> StepMetrics:
+    def step(self, batch: TrainBatch, others: OtherLogprobs) -> StepMetrics:
         """One optimiser step; a non-finite loss or gradient raises, naming what was bad, and changes nothing."""
 
     def export(self) -> dict[str, Any]:
-        """Weights by Hugging Face name as contiguous CPU tensors in the published dtype; tied tensors once."""
+        """Weights by Hugging Face name as contiguous CPU tensors in the published dtype; tied tensors once. With adapters,
+        the base weights and `adapter.*` (`ops.policy.lora`)."""
 
     def master_digest(self) -> str:
-        """Digest of the float32 master weights."""
+        """Digest of the master weights, the same however they are laid over ranks."""
 
     def save(self, folder: str) -> None:
-        """Write masters, optimiser and step so that `restore` gives bitwise the same trainer."""
+        """Write masters, optimiser, random state and step; `restore` in the same layout gives bitwise the same trainer."""
 
     def restore(self, folder: str) -> int:
-        """Load what `save` wrote; returns the step it was saved after."""
+        """Load what `save` wrote, under this or another layout; returns the step it was saved after."""
 
     def fingerprint(self) -> str:
-        """Class, model shape, dtypes, threads, torch version."""
+        """Class, model shape, dtypes, layout, threads, torch version."""
 
 
 class Verifier(Protocol):

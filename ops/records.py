@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Raised with every incompatible change of a table; a lake written under another one is refused."""
 
 
@@ -90,9 +90,12 @@ class Disposition(StrEnum):
     TRAINED = "trained"
     """Its tokens entered the loss."""
     ZERO_VARIANCE = "zero_variance"
-    """All scored trajectories of its group got the same reward, so it carries no gradient."""
+    """All scored trajectories of its group got the same reward, and the algorithm learns from nothing but differences
+    within groups, so it carries no gradient."""
     UNSCORED = "unscored"
     """The verifier gave no score (time-out or error)."""
+    NOT_CHOSEN = "not_chosen"
+    """The algorithm learns from others of its group (the best of it, or best and worst)."""
 
 
 def _measured(name: str, kind: pa.DataType) -> pa.Field:
@@ -108,7 +111,15 @@ _STEP_KEY = [_required("run", _STR), _required("step", _I64), _required("attempt
 _SPAN = pa.struct([("version", _I64), ("start", _I32), ("end", _I32)])
 _TENSOR = pa.struct([("name", _STR), ("dtype", _STR), ("shape", pa.list_(_I64)), ("digest", _STR)])
 _OUTCOME = pa.struct(
-    [("trajectory_id", _STR), ("group_id", _STR), ("reward", _F64), ("advantage", _F64), ("disposition", _STR)]
+    [
+        ("trajectory_id", _STR),
+        ("group_id", _STR),
+        ("reward", _F64),
+        ("advantage", _F64),
+        ("disposition", _STR),
+        ("tokens_trained", _I64),
+        ("tokens_reached", _I64),
+    ]
 )
 _GROUP = pa.struct([("step", _I64), ("attempt", _I32), ("group_id", _STR)])
 _ROUTING = [
@@ -265,7 +276,18 @@ TABLES: dict[str, pa.Schema] = {
             _measured("seconds", _F64),
         ]
     ),
-    # One row per optimiser step.
+    # One row per trajectory of a run that distils: the teacher's log-probability of each of its tokens, at the rollouts'
+    # temperature; null where nothing was sampled. `teacher` is the digest of the teacher's folder.
+    "teacher_scores": pa.schema(
+        [
+            *_STEP_KEY,
+            _required("trajectory_id", _STR),
+            _required("teacher", _STR),
+            _required("logprobs", pa.list_(_F32)),
+        ]
+    ),
+    # One row per optimiser step. `outcomes.tokens_trained` counts the trajectory's tokens that enter the loss,
+    # `tokens_reached` those of them whose gradient came through the whole network to the optimiser.
     "steps": pa.schema(
         [
             *_STEP_KEY,
@@ -283,11 +305,15 @@ TABLES: dict[str, pa.Schema] = {
             _required("tokens_trained", _I64),
             _required("clip_fraction", _F64),
             _required("entropy", _F64),
+            _required("ess", _F64),
+            _required("rejected_fraction", _F64),
+            pa.field("kl", _F64),
             _required("mismatch_coverage", _F64),
             pa.field("mismatch_mean", _F64),
             pa.field("mismatch_max", _F64),
             pa.field("mismatch_p99", _F64),
             pa.field("mismatch_k3", _F64),
+            pa.field("mismatch_ess", _F64),
             _measured("trainer", _STR),
             _measured("seconds", _F64),
         ]

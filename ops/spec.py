@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from furlong.ops.identity import fingerprint
 
@@ -32,38 +32,19 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
+Options = dict[str, int | float | str | bool]
+"""Settings that belong to what is named beside them, which checks them."""
+
+
 class ScratchSpec(Frozen):
     """A policy made here: random weights of a transformers config, then supervised fine-tuning on demonstrations."""
 
-    architecture: Literal["llama", "qwen3"] = "llama"
+    architecture: Literal["llama", "qwen2", "qwen3", "qwen3_moe"] = "llama"
     """Which transformers configuration class is built."""
-    hidden_size: int = Field(128, ge=8)
-    """Width of the residual stream."""
-    layers: int = Field(2, ge=1)
-    """Number of decoder layers."""
-    heads: int = Field(4, ge=1)
-    """Query heads per layer."""
-    kv_heads: int = Field(2, ge=1)
-    """Key/value heads per layer; must divide `heads`."""
-    ffn_size: int = Field(384, ge=8)
-    """Width of the gated feed-forward block."""
-    sft_steps: int = Field(150, ge=0)
-    """Steps of supervised fine-tuning before RL."""
-    sft_batch: int = Field(128, ge=1)
-    """Demonstrations per fine-tuning step."""
-    sft_learning_rate: float = Field(2e-3, gt=0)
-    """Peak learning rate of the fine-tuning, decayed linearly to zero."""
-    demo_noise: float = Field(0.75, ge=0, le=1)
-    """Probability that a demonstration has one wrong digit."""
-
-    @model_validator(mode="after")
-    def heads_divide(self) -> ScratchSpec:
-        if self.heads % self.kv_heads or self.hidden_size % self.heads:
-            raise ValueError(
-                f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads} and divide "
-                f"hidden_size={self.hidden_size}; change one of the three"
-            )
-        return self
+    config: Options = {}
+    """Sizes of that configuration by its own names, e.g. `hidden_size: 96`; see `SIZES` in `ops/policy/bootstrap.py`."""
+    sft: Options = {}
+    """The fine-tuning before RL: `steps`, `batch`, `learning_rate`, `demo_noise`; see `Sft` in `ops/policy/bootstrap.py`."""
 
 
 class ModelSpec(Frozen):
@@ -99,7 +80,7 @@ class TaskSpec(Frozen):
 
     name: str
     """`sort_digits`, `long_arithmetic`, `verifiers`, or a reasoning-gym dataset such as `chain_sum`, `products`, `gcd`."""
-    options: dict[str, int | float | str | bool] = {}
+    options: Options = {}
     """Passed to the generator as they are, e.g. `min_terms: 2`; `reward.*` shape the reward (`ops/tasks/shaping.py`)."""
 
 
@@ -109,7 +90,7 @@ class EnvSpec(Frozen):
     name: str = "single_turn"
     """`single_turn`, `tools` (a calculator and a sandboxed Python), `agent` (a program of yours that is given the run's
     OpenAI-compatible URL), or `module:factory` of your own `ops.envs.protocol.Env`."""
-    options: dict[str, int | float | str | bool] = {}
+    options: Options = {}
     """Passed to the environment as they are, e.g. `max_turns: 4`."""
 
 
@@ -156,10 +137,12 @@ class RolloutSpec(Frozen):
 
 
 class AlgorithmSpec(Frozen):
-    """GRPO with clipping to different sides and one optimiser step per batch of rollouts."""
+    """How rewards become a loss, and the loss an optimiser step: one per batch of rollouts."""
 
-    name: Literal["grpo"] = "grpo"
-    """The policy-gradient estimator."""
+    name: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "dpo", "sft", "distill"
+    ] = "grpo"
+    """The estimator; `ops/policy/algorithms.py` has the formula of each and its source."""
     prompts_per_step: int = Field(ge=1)
     """Groups per step."""
     samples_per_prompt: int = Field(ge=2)
@@ -171,41 +154,73 @@ class AlgorithmSpec(Frozen):
     loss_mean: Literal["sequence", "token"] = "sequence"
     """`sequence`: each trajectory has the same weight in the loss; `token`: each trained token has."""
     normalise_std: bool = True
-    """Divide advantages by the group's standard deviation."""
+    """Divide a group's advantages by their standard deviation, where the estimator compares within groups."""
+    correction: Literal["ratio", "tis", "icepop", "mis", "none"] = "ratio"
+    """What is done about tokens that other weights or another engine sampled. `ratio`: the clipped ratio is taken to the
+    engine's own log-probability. `tis`, `icepop`, `mis`: the ratio is taken to the trainer's, and each token is weighted
+    by trainer over engine within bounds. `none`: the ratio is taken to the trainer's, and nothing else is done."""
+    correction_options: Options = {}
+    """Bounds of the correction, e.g. `level: sequence`, `high: 2.0`; see `Correction` in `ops/policy/corrections.py`."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the divergence from the base model (of `distill`: its share beside the reward's); 0 for none."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How the divergence is estimated from sampled tokens."""
+    teacher: str = ""
+    """Folder of the model that `distill` learns from, in Hugging Face layout, with the policy's vocabulary."""
     learning_rate: float = Field(gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear warm-up."""
-    decay: Literal["constant", "linear"] = "constant"
-    """Shape after warm-up; `linear` falls to `final_lr_fraction` at the last step."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up; `linear` and `cosine` fall to `final_lr_fraction` at the last step."""
     final_lr_fraction: float = Field(0.05, ge=0, le=1)
-    """Where linear decay ends, as a share of the peak."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's first-moment decay."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """AdamW's second-moment decay."""
+    """Where the decay ends, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay of first and second moment, each in [0, 1)."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's decoupled weight decay, of every tensor: norms and embeddings too."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient clipping by global L2 norm."""
 
+    @field_validator("betas")
+    @classmethod
+    def betas_decay(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("AdamW's betas must be at least 0 and less than 1; 0.9 and 0.95 are usual")
+        return betas
+
+    @model_validator(mode="after")
+    def teacher_teaches(self) -> AlgorithmSpec:
+        if (self.name == "distill") != bool(self.teacher):
+            raise ValueError("`teacher` goes with `name: distill`; give both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def settings_have_effect(self) -> AlgorithmSpec:
+        from furlong.ops.policy.algorithms import check  # which is written in terms of this class
+
+        check(self)
+        return self
+
 
 class TrainerSpec(Frozen):
-    """The trainer's arithmetic and how often its whole state is saved."""
+    """The trainer's arithmetic, and what is kept of its weights."""
 
-    backend: Literal["fsdp"] = "fsdp"
-    """`fsdp`: the Hugging Face module under PyTorch."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Arithmetic of forward and backward; master weights and optimiser are always float32."""
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """`fsdp`: the Hugging Face module under PyTorch; `megatron`: megatron-core's GPT model."""
+    compute_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """Arithmetic of forward and backward; master weights and optimiser are float32 (float64, for comparisons, with
+    float64)."""
+    exact: bool = False
+    """Log-probabilities are bit for bit those of the embedded engine, in `model.dtype`: slower, without mismatch."""
+    lora_rank: int = Field(0, ge=0)
+    """Rank of low-rank adapters, which are trained and published in place of the weights; 0 to train all weights."""
+    lora_alpha: float = Field(32.0, gt=0)
+    """Adapters are scaled by lora_alpha / lora_rank."""
     micro_batch_tokens: int = Field(2048, ge=1)
     """Padded tokens per forward/backward at most; results do not depend on it beyond rounding."""
     save_every: int = Field(10, ge=1)
     """Steps between saves of weights and optimiser; in between, recovery replays recorded batches."""
-
-
-class WeightsSpec(Frozen):
-    """How weights versions are kept."""
-
     anchor_every: int = Field(50, ge=1)
     """Versions between complete copies; one is written earlier when the deltas since the last outweigh it."""
 
@@ -245,8 +260,6 @@ class RunSpec(Frozen):
     """The learning rule."""
     trainer: TrainerSpec = TrainerSpec()
     """The trainer."""
-    weights: WeightsSpec = WeightsSpec()
-    """The published versions."""
     evals: EvalSpec = EvalSpec()
     """The measurements."""
 
@@ -256,6 +269,35 @@ class RunSpec(Frozen):
             raise ValueError(
                 f"algorithm.warmup_steps={self.algorithm.warmup_steps} is longer than the run's steps={self.steps}; "
                 "lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def stale_tokens_are_corrected(self) -> RunSpec:
+        if self.staleness and self.algorithm.correction == "none":
+            raise ValueError(
+                f"staleness={self.staleness} trains on tokens that older weights have sampled, so algorithm.correction "
+                "must not be none; leave it at ratio, or set tis, icepop or mis"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def exact_has_an_equal(self) -> RunSpec:
+        if self.trainer.exact and (self.trainer.backend != "fsdp" or self.engine != "local"):
+            raise ValueError(
+                "trainer.exact shares the embedded engine's arithmetic; it needs trainer.backend=fsdp and engine=local"
+            )
+        if self.trainer.exact and self.trainer.compute_dtype != self.model.dtype:
+            raise ValueError(
+                f"trainer.exact computes in model.dtype={self.model.dtype}; set trainer.compute_dtype to the same"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def adapters_are_served(self) -> RunSpec:
+        if self.trainer.lora_rank and self.engine != "local":
+            raise ValueError(
+                "trainer.lora_rank: adapters are served by the embedded engine; set engine=local or rank 0"
             )
         return self
 
@@ -289,6 +331,9 @@ class Placement(Frozen):
     """Addresses of SGLang servers that run already, separated by commas; empty to start `engines` of them here."""
     transport: Literal["auto", "broadcast", "p2p", "disk_delta"] = "auto"
     """How new weights reach the engines; `auto` takes the one that was fastest for this run."""
+    trainer_layout: str = ""
+    """How the trainer's work is laid over processes, e.g. `dp2` or `tp2-pp2-sp`; see `ops/policy/parallel.py`. Empty for
+    one process."""
     gpus: int = Field(0, ge=0)
     """GPUs asked of Ray for each of engine and trainer; 0 for CPU."""
     start_deadline: float = Field(180.0, gt=0)
@@ -359,6 +404,22 @@ def load_spec(name: str, overrides: dict[str, Any] | None = None) -> RunSpec:
     for key, value in (overrides or {}).items():
         _overlay(data, key.split("."), value)
     return parse_spec(data, str(path))
+
+
+def parse_changes(texts: list[str]) -> dict[str, Any]:
+    """`key=value` pairs as overrides of `load_spec`, each value read as YAML; SpecError names the first that is none."""
+    changes: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise SpecError(
+                f"{text!r} is no change of the spec; give a key and a value, e.g. algorithm.learning_rate=2.0e-5"
+            )
+        try:
+            changes[key] = yaml.safe_load(value)
+        except yaml.YAMLError as err:
+            raise SpecError(f"{text!r}: the value cannot be read ({err}); quote it as in YAML") from err
+    return changes
 
 
 def parse_spec(data: dict[str, Any], where: str) -> RunSpec:

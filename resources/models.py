@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from furlong.ops.identity import fingerprint
-from furlong.ops.policy.bootstrap import BOOTSTRAP_VERSION
+from furlong.ops.policy.bootstrap import BOOTSTRAP_VERSION, check_scratch
 from furlong.ops.policy.gguf_import import CONVERTER_VERSION
 from furlong.ops.policy.manifest import ModelError, digest_file, inspect, verify, write_manifest
 from furlong.ops.spec import MODEL_PACKAGES, DataSpec, ModelSpec
@@ -75,6 +75,7 @@ def _packaged_job(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _scratch_job(spec: ModelSpec, data: DataSpec, seed: int) -> dict[str, Any]:
+    check_scratch(spec.scratch)
     job = {
         "scratch": spec.scratch.model_dump(mode="json"),
         "data": data.model_dump(mode="json"),

@@ -9,11 +9,11 @@ from furlong.ops.spec import SPEC_FOLDER
 
 QUICK = {
     "steps": 3,
-    "model.scratch.hidden_size": 32,
-    "model.scratch.ffn_size": 64,
-    "model.scratch.sft_steps": 80,
-    "model.scratch.sft_batch": 64,
-    "model.scratch.sft_learning_rate": 1.0e-2,
+    "model.scratch.config.hidden_size": 32,
+    "model.scratch.config.intermediate_size": 64,
+    "model.scratch.sft.steps": 80,
+    "model.scratch.sft.batch": 64,
+    "model.scratch.sft.learning_rate": 1.0e-2,
     "data.tasks": [{"name": "sort_digits", "options": {"min_digits": 2, "max_digits": 3}}],
     "data.train_prompts": 64,
     "data.eval_prompts": 8,

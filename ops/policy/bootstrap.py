@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from furlong.ops.identity import counter_seed
+from furlong.ops.options import chosen
 from furlong.ops.policy.bootstrap_tools import (
     AFTER_CALL,
     ALPHABET,
@@ -22,7 +24,7 @@ from furlong.ops.policy.bootstrap_tools import (
     converse,
 )
 from furlong.ops.policy.bootstrap_tools import TEMPLATE as TOOLS_TEMPLATE
-from furlong.ops.spec import DataSpec, ScratchSpec
+from furlong.ops.spec import DataSpec, ScratchSpec, SpecError
 from furlong.ops.tasks.prompts import prompt_rows
 
 if TYPE_CHECKING:
@@ -35,14 +37,76 @@ if TYPE_CHECKING:
     Batch = Callable[[random.Random], Labelled]
     """Draws one batch of demonstrations."""
 
-BOOTSTRAP_VERSION = 1
+BOOTSTRAP_VERSION = 2
 """Raised when the same settings and seed give other weights; part of the cache's key."""
+
+SIZES: dict[str, int | float] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+"""What `model.scratch.config` may set, besides EXPERTS, and its defaults: transformers' own names."""
+
+EXPERTS: dict[str, int | float] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "norm_topk_prob": True,
+    "initializer_range": 0.02,
+}
+"""What it may set besides for `qwen3_moe`."""
 
 PAD, END = "<pad>", "<end>"
 IGNORED = -100
 """Label of a position without loss, as cross_entropy has it."""
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@dataclass(frozen=True)
+class Sft:
+    """What `model.scratch.sft` may set: supervised fine-tuning on demonstrations, before RL."""
+
+    steps: int = 150
+    """Optimiser steps."""
+    batch: int = 128
+    """Demonstrations per step."""
+    learning_rate: float = 2e-3
+    """Peak, decayed linearly to zero."""
+    demo_noise: float = 0.75
+    """Probability that a demonstration has one wrong digit."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.batch < 1 or self.learning_rate <= 0 or not 0 <= self.demo_noise <= 1:
+            raise SpecError(f"model.scratch.sft: {self} has a number out of range; see Sft in ops/policy/bootstrap.py")
+
+
+def check_scratch(spec: ScratchSpec) -> Sft:
+    """The fine-tuning's settings; SpecError on unknown names and on sizes that no model can have."""
+    moe = spec.architecture == "qwen3_moe"
+    sizes = _sizes(spec)
+    heads, kv, hidden = (sizes[k] for k in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    if heads % kv or hidden % heads or min(sizes.values()) < 0:
+        raise SpecError(
+            f"model.scratch.config: num_attention_heads={heads} must be a multiple of num_key_value_heads={kv} and divide "
+            f"hidden_size={hidden}; change one of the three"
+        )
+    if moe and not 1 <= sizes["num_experts_per_tok"] <= sizes["num_experts"]:
+        raise SpecError(
+            "model.scratch.config: num_experts_per_tok must be from 1 to num_experts; change one of the two"
+        )
+    return chosen("model.scratch.sft", Sft, spec.sft)
+
+
+def _sizes(spec: ScratchSpec) -> dict[str, Any]:
+    known = SIZES | (EXPERTS if spec.architecture == "qwen3_moe" else {})
+    if odd := sorted(set(spec.config) - set(known)):
+        raise SpecError(
+            f"model.scratch.config: {odd[0]!r} is not a size of {spec.architecture}; use {', '.join(known)}"
+        )
+    return known | spec.config
 
 
 def make_scratch(spec: ScratchSpec, data: DataSpec, seed: int, target: Path, dtype: str) -> None:
@@ -56,20 +120,21 @@ def make_scratch(spec: ScratchSpec, data: DataSpec, seed: int, target: Path, dty
     """
     import torch
 
+    sft = check_scratch(spec)
     rows = prompt_rows(data, seed)
     train = [row for row in rows if row["split"] == "train"]
     course = _conversations if data.env.name == "tools" else _pairs
-    vocabulary, context, batch = course(spec, data, rows, train)
+    vocabulary, context, batch = course(sft, data, rows, train)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(counter_seed("scratch", seed))
         model = _build(spec, len(vocabulary), context)
-        _finetune(model, spec, batch, random.Random(counter_seed("demos", seed)))
+        _finetune(model, sft, batch, random.Random(counter_seed("demos", seed)))
     model.to(getattr(torch, dtype)).save_pretrained(target)
     _save_tokenizer(vocabulary, target, TOOLS_TEMPLATE if course is _conversations else TEMPLATE)
 
 
 def _pairs(
-    spec: ScratchSpec, data: DataSpec, rows: list[dict[str, Any]], train: list[dict[str, Any]]
+    sft: Sft, data: DataSpec, rows: list[dict[str, Any]], train: list[dict[str, Any]]
 ) -> tuple[dict[str, int], int, Batch]:
     """Vocabulary, context length and demonstrations of one reply to one question."""
     alphabet = sorted(set("".join(data.system + row["question"] + row["answer"] for row in rows)))
@@ -79,15 +144,15 @@ def _pairs(
 
     def batch(rng: random.Random) -> Labelled:
         pairs = []
-        for row in rng.choices(train, k=spec.sft_batch):
-            pairs.append((data.system + row["question"], demonstrate(row["answer"], letters, spec.demo_noise, rng)))
+        for row in rng.choices(train, k=sft.batch):
+            pairs.append((data.system + row["question"], demonstrate(row["answer"], letters, sft.demo_noise, rng)))
         return encode_pairs(pairs, vocabulary)
 
     return vocabulary, max(64, 4 * longest), batch
 
 
 def _conversations(
-    spec: ScratchSpec, data: DataSpec, rows: list[dict[str, Any]], train: list[dict[str, Any]]
+    sft: Sft, data: DataSpec, rows: list[dict[str, Any]], train: list[dict[str, Any]]
 ) -> tuple[dict[str, int], int, Batch]:
     """Vocabulary, context length and demonstrations of conversations with a calculator."""
     check_tools(data, rows)
@@ -95,8 +160,8 @@ def _conversations(
     longest = max(len(data.system + row["question"] + 3 * row["answer"]) for row in rows)
 
     def batch(rng: random.Random) -> Labelled:
-        chosen = rng.choices(train, k=spec.sft_batch)
-        return encode_turns([converse(data.system, row, spec.demo_noise, rng) for row in chosen], vocabulary)
+        chosen = rng.choices(train, k=sft.batch)
+        return encode_turns([converse(data.system, row, sft.demo_noise, rng) for row in chosen], vocabulary)
 
     return vocabulary, max(256, 4 * longest), batch
 
@@ -115,36 +180,32 @@ def demonstrate(answer: str, letters: str, noise: float, rng: random.Random) -> 
 
 
 def _build(spec: ScratchSpec, vocabulary_size: int, context: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
-    config_class, model_class = kinds[spec.architecture]
-    config = config_class(
+    sizes = _sizes(spec)
+    config = AutoConfig.for_model(
+        spec.architecture,
         vocab_size=vocabulary_size,
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.ffn_size,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.hidden_size // spec.heads,
+        head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
         max_position_embeddings=context,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
+        **sizes,
     )
-    return model_class(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
-def _finetune(model: Any, spec: ScratchSpec, batch: Batch, rng: random.Random) -> None:
+def _finetune(model: Any, sft: Sft, batch: Batch, rng: random.Random) -> None:
     import torch
     from torch.nn.functional import cross_entropy
 
-    optimiser = torch.optim.AdamW(model.parameters(), lr=spec.sft_learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=sft.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     model.train()
-    for step in range(spec.sft_steps):
+    for step in range(sft.steps):
         for group in optimiser.param_groups:
-            group["lr"] = spec.sft_learning_rate * (1 - step / spec.sft_steps)
+            group["lr"] = sft.learning_rate * (1 - step / sft.steps)
         inputs_BT, labels_BT = batch(rng)
         logits_BTV = model(input_ids=inputs_BT, use_cache=False).logits
         loss = cross_entropy(logits_BTV.flatten(0, 1).float(), labels_BT.flatten(), ignore_index=IGNORED)
