@@ -1,30 +1,16 @@
-"""The clipped policy-gradient loss of one step, and how far trainer and engine were apart."""
+"""The losses of one step's tokens, as the literal formulas; all sums run over trained tokens only."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
 class NonFiniteError(ValueError):
     """A number that must be finite is not; the message names the trajectories or tensors."""
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """Trainer against engine over the trained tokens of one step, in nat; d = trainer - engine."""
-
-    mean: float
-    """Mean |d|."""
-    max: float
-    """Largest |d|."""
-    p99: float
-    """Smallest |d| that at least 99 % of the tokens do not exceed."""
-    k3: float
-    """Mean of exp(d) - 1 - d: an estimate of KL(engine || trainer) that is never negative."""
 
 
 def token_denominators(lengths: list[int], mean: str) -> list[float]:
@@ -41,73 +27,48 @@ def token_denominators(lengths: list[int], mean: str) -> list[float]:
     return [float(trained * length) for length in lengths]
 
 
-def policy_loss(
-    logprobs: Float[Tensor, " tokens"],
-    engine_logprobs: Float[Tensor, " tokens"],
-    advantages: Float[Tensor, " tokens"],
-    clip_low: float,
-    clip_high: float,
-    denominators: Float[Tensor, " tokens"],
+def constant_denominators(lengths: list[int], longest: int) -> list[float]:
+    """n_t = N * longest for every token, N the trajectories with trained tokens: a token's weight does not depend on how
+    long its reply, or any other, came out (Liu et al. 2025, "Understanding R1-Zero-Like Training", section 3.2, "Dr. GRPO",
+    whose code divides by the generation budget `longest`)."""
+    trained = sum(length > 0 for length in lengths)
+    return [float(trained * longest)] * len(lengths)
+
+
+def clipped_loss(
+    log_ratio: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"], clip_low: float, clip_high: float
 ) -> tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"]]:
-    """L_t = -1/n_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) with r_t = exp(trainer - engine).
+    """L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) with r_t = exp(log_ratio_t).
 
-    PPO's clipped objective (Schulman et al. 2017, eq. 7) with a clip per side (Yu et al. 2025, "DAPO", eq. 8) and
-    the mean that `denominators` describe, taken over the whole step. The ratio's denominator is the engine's own
-    log-probability, the distribution the token was really drawn from, so train-rollout mismatch is corrected rather
-    than ignored.
+    PPO's clipped objective (Schulman et al. 2017, eq. 7) with a clip per side (Yu et al. 2025, "DAPO", eq. 8).
 
-    Args:
-        logprobs: the trainer's (nat), of the trained tokens of one micro-batch; differentiable.
-        engine_logprobs: as recorded when the tokens were drawn, at the same temperature.
-        advantages: each token's trajectory's.
-        denominators: n_t from `token_denominators`, so that sums over micro-batches do not depend on the split.
     Returns:
-        each token's share of the loss, to be summed; and which tokens had their ratio clipped (and give no gradient).
-    Raises:
-        ValueError: the shares of the tokens here add up to more than one, so the denominators are of a part of the step.
+        each token's loss, before any mean; and which tokens had their ratio clipped (and give no gradient).
     """
-    if float((1.0 / denominators.double()).sum()) > 1.0 + 1e-6:
-        raise ValueError(
-            f"denominators of {logprobs.shape[0]} tokens make more than one mean; take them over the whole step"
-        )
-    ratio = torch.exp(logprobs - engine_logprobs)
+    ratio = torch.exp(log_ratio)
+    rises = (advantages > 0) & (ratio > 1.0 + clip_high)
+    falls = (advantages < 0) & (ratio < 1.0 - clip_low)
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    gain = torch.minimum(ratio * advantages, bounded * advantages)
-    with torch.no_grad():
-        rises = (advantages > 0) & (ratio > 1.0 + clip_high)
-        falls = (advantages < 0) & (ratio < 1.0 - clip_low)
-    return -gain / denominators, rises | falls
+    clipped = rises | falls
+    return -torch.where(clipped, bounded, ratio) * advantages, clipped
 
 
-def mismatch(
-    trainer: Float[Tensor, " tokens"], engine: Float[Tensor, " tokens"], trajectory_ids: list[str]
-) -> Mismatch:
-    """Mean, largest, 99th percentile and k3 (Schulman 2020, "Approximating KL divergence") of d = trainer - engine.
+def sequence_sums(values: Float[Tensor, " tokens"], trajectory: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+    """For each token the sum of `values` over its trajectory."""
+    total = values.new_zeros(int(trajectory.max()) + 1 if len(trajectory) else 0)
+    return total.index_add(0, trajectory, values)[trajectory]
 
-    Args:
-        trainer: log-probabilities (nat) of the trained tokens under the trainer's weights.
-        engine: under the engine's weights of the same version.
-        trajectory_ids: one per token, for the error.
-    Raises:
-        NonFiniteError: a NaN or an infinity on either side, or a difference whose exponential overflows.
-        ValueError: no tokens at all: an empty comparison proves nothing.
+
+def sequence_means(values: Float[Tensor, " tokens"], trajectory: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+    """For each token the mean of `values` over its trajectory.
+
+    Of log ratios it is the log of their geometric mean, GSPO's length-normalised sequence ratio: s_i = (pi(y) /
+    pi_old(y))^(1 / |y|) (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 7).
     """
-    if not len(trainer) == len(engine) == len(trajectory_ids) or not len(trainer):
-        raise ValueError(
-            f"mismatch over {len(trainer)} trainer and {len(engine)} engine log-probabilities with "
-            f"{len(trajectory_ids)} trajectory ids; give the same number of each, at least one"
-        )
-    require_finite("log-probability of the trainer", trainer, trajectory_ids)
-    require_finite("log-probability of the engine", engine, trajectory_ids)
-    d = trainer.double() - engine.double()
-    k3 = torch.expm1(d) - d
-    require_finite("probability ratio trainer / engine", k3, trajectory_ids)
-    ranked = d.abs().sort().values
-    rank = -(-99 * len(ranked) // 100)
-    return Mismatch(mean=float(ranked.mean()), max=float(ranked[-1]), p99=float(ranked[rank - 1]), k3=float(k3.mean()))
+    return sequence_sums(values, trajectory) / sequence_sums(torch.ones_like(values), trajectory)
 
 
-def require_finite(what: str, values: Float[Tensor, " tokens"], trajectory_ids: list[str]) -> None:
+def require_finite(what: str, values: Float[Tensor, " tokens"], trajectory_ids: Sequence[str]) -> None:
     """Raise NonFiniteError naming up to five trajectories whose tokens have a NaN or infinite value."""
     bad = (~torch.isfinite(values)).nonzero().flatten().tolist()
     if bad:

@@ -7,18 +7,22 @@ from hypothesis import strategies as st
 
 from furlong.ops.policy import head
 from furlong.ops.policy.head import token_logprobs
-from furlong.ops.policy.loss import NonFiniteError, mismatch, policy_loss, token_denominators
+from furlong.ops.policy.loss import (
+    NonFiniteError,
+    clipped_loss,
+    constant_denominators,
+    require_finite,
+    sequence_means,
+    sequence_sums,
+    token_denominators,
+)
 
-LOG2 = math.log(2)
 
-
-def loss_of(ratio, advantage, denominator=1, low=0.2, high=0.28):
-    logprob = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
-    engine, a = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-    counts = torch.tensor([denominator], dtype=torch.float64)
-    loss, clipped = policy_loss(logprob, engine, a, low, high, counts)
+def loss_of(ratio, advantage, low=0.2, high=0.28):
+    log_ratio = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    loss, clipped = clipped_loss(log_ratio, torch.tensor([advantage], dtype=torch.float64), low, high)
     loss.sum().backward()
-    return loss.item(), logprob.grad.item(), clipped.item()
+    return loss.item(), log_ratio.grad.item(), clipped.item()
 
 
 @pytest.mark.parametrize(
@@ -36,79 +40,44 @@ def test_by_hand(ratio, advantage, loss, slope, clipped):
     assert loss_of(ratio, advantage) == (pytest.approx(loss, rel=1e-14), pytest.approx(slope, rel=1e-14), clipped)
 
 
-def test_denominator_is_the_whole_steps():
-    assert loss_of(1.0, 2.0, denominator=4)[0] == -0.5
-    with pytest.raises(ValueError, match="whole step"):
-        loss_of(1.0, 2.0, denominator=0.5)
-
-
 def test_denominators_by_hand():
     assert token_denominators([2, 6, 0], "token") == [8.0, 8.0, 8.0]
     assert token_denominators([2, 6, 0], "sequence") == [4.0, 12.0, 0.0]
     assert sum(n / d for n, d in zip([2, 6], [4.0, 12.0], strict=True)) == 1.0
+    assert constant_denominators([2, 6, 0], 100) == [200.0, 200.0, 200.0], "the masked trajectory does not count"
+    assert token_denominators([0], "sequence") == constant_denominators([0], 100) == [0.0]
+    assert token_denominators([], "token") == []
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2)), min_size=1, max_size=12), st.data())
+@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-2, 2)), min_size=1, max_size=12), st.data())
 def test_float64_reference_and_split(rows, data):
-    logprob, engine, advantage = (torch.tensor(c, dtype=torch.float64) for c in zip(*rows, strict=True))
-    want = 0.0
-    for p, q, a in rows:
-        r = math.exp(p - q)
-        want -= min(r * a, min(max(r, 0.8), 1.28) * a) / len(rows)
-    counts = torch.full_like(logprob, len(rows))
-    loss, _ = policy_loss(logprob, engine, advantage, 0.2, 0.28, counts)
-    # Sums of at most 12 terms of size at most 41 in double precision.
-    assert loss.sum().item() == pytest.approx(want, abs=1e-12)
+    log_ratio, advantage = (torch.tensor(c, dtype=torch.float64) for c in zip(*rows, strict=True))
+    loss, _ = clipped_loss(log_ratio, advantage, 0.2, 0.28)
+    for got, (x, a) in zip(loss.tolist(), rows, strict=True):
+        r = math.exp(x)
+        # One exponential of double precision, up to 20.
+        assert got == pytest.approx(-min(r * a, min(max(r, 0.8), 1.28) * a), abs=1e-13)
     cut = data.draw(st.integers(0, len(rows)))
-    parts = [
-        policy_loss(logprob[part], engine[part], advantage[part], 0.2, 0.28, counts[part])[0]
-        for part in (slice(0, cut), slice(cut, None))
-    ]
+    parts = [clipped_loss(log_ratio[p], advantage[p], 0.2, 0.28)[0] for p in (slice(0, cut), slice(cut, None))]
     assert torch.equal(torch.cat(parts), loss)
 
 
-def test_mismatch_by_hand():
-    gap = mismatch(torch.tensor([-1.0, -1.0 - LOG2]).double(), torch.tensor([-1.0, -1.0]).double(), ["a", "b"])
-    assert gap.mean == pytest.approx(LOG2 / 2)
-    assert gap.max == gap.p99 == pytest.approx(LOG2)
-    assert gap.k3 == pytest.approx((0.5 - 1 + LOG2) / 2)
+def test_sequence_sums_and_means_by_hand():
+    values = torch.tensor([1.0, 2.0, 5.0, 3.0], dtype=torch.float64)
+    trajectory = torch.tensor([0, 0, 3, 0])
+    assert sequence_sums(values, trajectory).tolist() == [6.0, 6.0, 5.0, 6.0]
+    assert sequence_means(values, trajectory).tolist() == [2.0, 2.0, 5.0, 2.0]
+    assert sequence_means(values[:0], trajectory[:0]).tolist() == []
 
 
-def test_p99_is_the_smallest_that_covers_99_percent():
-    d = torch.arange(200, dtype=torch.float64).flip(0) / 1000
-    assert mismatch(d, torch.zeros(200).double(), ["t"] * 200).p99 == 0.197
-    assert mismatch(d[:1], torch.zeros(1).double(), ["t"]).p99 == 0.199
-
-
-def test_equal_sides_have_no_mismatch():
-    x = torch.tensor([-1.5, -0.25])
-    gap = mismatch(x, x.clone(), ["a", "b"])
-    assert (gap.mean, gap.max, gap.p99, gap.k3) == (0.0, 0.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("side", [0, 1])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_mismatch_names_the_trajectory(side, value):
-    sides = [torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -1.0, -1.0])]
-    sides[side][1] = value
-    with pytest.raises(NonFiniteError, match=r"in trajectory second;") as raised:
-        mismatch(*sides, ["first", "second", "third"])
-    assert "first," not in str(raised.value).split("in trajectory")[1]
-
-
-def test_mismatch_whose_ratio_overflows_is_an_error():
-    with pytest.raises(NonFiniteError, match="ratio"):
-        mismatch(torch.tensor([0.0]), torch.tensor([-800.0]), ["t"])
-
-
-def test_an_empty_or_partial_comparison_is_an_error():
-    with pytest.raises(ValueError, match="at least one"):
-        mismatch(torch.zeros(0), torch.zeros(0), [])
-    with pytest.raises((ValueError, TypeError)):  # TypeError where shapes are checked at the boundary
-        mismatch(torch.zeros(2), torch.zeros(1), ["a", "b"])
-    with pytest.raises(ValueError, match="same number"):
-        mismatch(torch.zeros(2), torch.zeros(2), ["a"])
+def test_bad_numbers_name_their_trajectories():
+    values = torch.tensor([0.0, math.nan, math.inf, 1.0])
+    with pytest.raises(NonFiniteError, match=r"at 2 of 4 trained tokens, first nan, in trajectory b, c;"):
+        require_finite("thing", values, ["a", "b", "c", "d"])
+    with pytest.raises(NonFiniteError, match=r"t0, t1, t2, t3, t4 and 2 more"):
+        require_finite("thing", torch.full((7,), math.nan), [f"t{i}" for i in range(7)])
+    require_finite("thing", values[:1], ["a"])
 
 
 def head_case(dtype, rows=5, vocab=300, width=16):
