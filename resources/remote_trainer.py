@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from furlong.ops.spec import Placement, RunSpec
 from furlong.ops.weights.layout import Offer, Piece
 from furlong.resources.actors import Actor, call, find_or_start
+from furlong.resources.trainers.place import Place
 
 if TYPE_CHECKING:
     from furlong.resources.models import ModelFolder
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 def start_trainer(run: str, spec: RunSpec, model: ModelFolder, placement: Placement) -> RemoteTrainer:
     """The run's trainer, found or started; it finds its own state in the lake when it is first asked for a step."""
     state = placement.folder / "runs" / run / "state"
-    args = (spec.canonical(), run, str(model.path), placement.lake_uri(), str(state), placement.threads)
+    logs = str(placement.folder / "logs" / f"trainer-{run}-ranks")
+    place = Place(logs, placement.threads, placement.trainer_layout, placement.gpus, placement.stage_deadline)
+    args = (spec.canonical(), run, str(model.path), placement.lake_uri(), str(state), place)
     return RemoteTrainer(find_or_start("trainer", run, "furlong.resources.trainers.host:TrainerHost", args, placement))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import takewhile
@@ -9,9 +10,10 @@ from typing import Any
 
 from furlong.ops.identity import fingerprint
 from furlong.ops.policy.advantages import Outcome, group_advantages
+from furlong.ops.policy.routing import from_row
 from furlong.ops.protocols import LakeLike, TrainBatch
 from furlong.ops.records import Disposition
-from furlong.ops.spec import RunSpec
+from furlong.ops.spec import AlgorithmSpec, RunSpec
 from furlong.ops.stages.chain import one_row
 from furlong.ops.stages.context import StageError, StepKey
 from furlong.ops.stages.rollouts import batch_rows
@@ -26,24 +28,36 @@ def assemble(lake: LakeLike, spec: RunSpec, key: StepKey) -> tuple[TrainBatch, l
     Raises:
         StageError: a trajectory without a reward row, a reward without a trajectory, or a group that is not whole.
     """
-    columns = ["trajectory_id", "group_id", "sample", "leaf", "tokens", "logprobs", "loss_mask", "version_spans"]
+    columns = [
+        "trajectory_id",
+        "group_id",
+        "sample",
+        "leaf",
+        "tokens",
+        "logprobs",
+        "loss_mask",
+        "version_spans",
+        "routing",
+    ]
     rows = sorted(batch_rows(lake, key, "trajectories", columns), key=lambda row: row["trajectory_id"])
     groups = batch_rows(lake, key, "groups", ["group_id", "samples"])
     scores = batch_rows(lake, key, "rewards", ["trajectory_id", "score"])
     _conserved(key, rows, groups, scores)
-    outcomes = _outcomes(rows, {row["trajectory_id"]: row["score"] for row in scores}, spec.algorithm.normalise_std)
+    outcomes = _outcomes(rows, {row["trajectory_id"]: row["score"] for row in scores}, spec.algorithm)
     batch = _batch(lake, spec, key, rows, outcomes)
+    trained = {name: sum(mask) for name, mask in zip(batch.trajectory_ids, batch.masks, strict=True)}
     return batch, [
         {"trajectory_id": row["trajectory_id"], "group_id": row["group_id"], "reward": out.reward,
-         "advantage": out.advantage, "disposition": str(out.disposition)}
+         "advantage": out.advantage, "disposition": str(out.disposition),
+         "tokens_trained": trained.get(row["trajectory_id"], 0)}
         for row, out in zip(rows, outcomes, strict=True)
     ]  # fmt: skip
 
 
-def _outcomes(rows: list[dict], score_of: dict[str, float | None], normalise_std: bool) -> list[Outcome]:
+def _outcomes(rows: list[dict], score_of: dict[str, float | None], algorithm: AlgorithmSpec) -> list[Outcome]:
     first = [row for row in rows if row["leaf"] == 0]
     made = group_advantages(
-        [score_of[row["trajectory_id"]] for row in first], [row["group_id"] for row in first], normalise_std
+        [score_of[row["trajectory_id"]] for row in first], [row["group_id"] for row in first], algorithm
     )
     by_sample = {(row["group_id"], row["sample"]): out for row, out in zip(first, made, strict=True)}
     return [by_sample[row["group_id"], row["sample"]] for row in rows]
@@ -86,8 +100,11 @@ def _batch(lake: LakeLike, spec: RunSpec, key: StepKey, rows: list[dict], outcom
         # Of a token that nobody sampled any number will do, as its mask is false.
         logprobs=replies(lambda row: [0.0 if value is None else value for value in row["logprobs"]]),
         masks=replies(lambda row: _mask(spec, row)),
-        fresh=replies(lambda row: _sampled_by(row, start)),
+        sampled_by=replies(_sampled_by),
+        version=start,
         advantages=tuple(out.advantage for _, out in kept),
+        rewards=tuple(out.reward for _, out in kept),
+        routing=tuple(row["routing"] and from_row(row["routing"]) for row, _ in kept),
         trajectory_ids=tuple(row["trajectory_id"] for row, _ in kept),
     )
 
@@ -105,19 +122,50 @@ def _shared_prompt(rows: list[dict[str, Any]]) -> tuple[int, ...]:
 def _mask(spec: RunSpec, row: dict[str, Any]) -> list[bool]:
     if spec.rollout.stale_tokens == "train" or not row["version_spans"]:
         return row["loss_mask"]
-    newest = _sampled_by(row, max(span["version"] for span in row["version_spans"]))
-    return [on and new for on, new in zip(row["loss_mask"], newest, strict=True)]
+    versions = _sampled_by(row)
+    return [on and version == max(versions) for on, version in zip(row["loss_mask"], versions, strict=True)]
 
 
-def _sampled_by(row: dict[str, Any], version: int) -> list[bool]:
-    """Which tokens this weights version has sampled."""
-    marks = [False] * len(row["tokens"])
+def _sampled_by(row: dict[str, Any]) -> list[int]:
+    """The weights version that sampled each token; -1 for those that nobody sampled."""
+    versions = [-1] * len(row["tokens"])
     for span in row["version_spans"]:
-        if span["version"] == version:
-            marks[span["start"] : span["end"]] = [True] * (span["end"] - span["start"])
-    return marks
+        versions[span["start"] : span["end"]] = [span["version"]] * (span["end"] - span["start"])
+    return versions
 
 
-def batch_digest(batch: TrainBatch) -> str:
-    """64 hex digits over everything that the optimiser step depends on, beside the weights; names are not part of it."""
-    return fingerprint({name: value for name, value in asdict(batch).items() if name != "trajectory_ids"})
+def teacher_logprobs(lake: LakeLike, key: StepKey, batch: TrainBatch) -> tuple[tuple[float, ...], ...]:
+    """What the teacher said of the batch's reply tokens (`teacher_scores`), in the shape of `TrainBatch.replies`; NaN for
+    tokens that nobody sampled.
+
+    Raises:
+        StageError: a trajectory that it has not scored, or not whole.
+    """
+    columns = ["trajectory_id", "logprobs"]
+    rows = {row["trajectory_id"]: row["logprobs"] for row in batch_rows(lake, key, "teacher_scores", columns)}
+    found = []
+    for name, group, reply in zip(batch.trajectory_ids, batch.group, batch.replies, strict=True):
+        total = len(batch.prompts[group]) + len(reply)
+        if len(rows.get(name, ())) != total:
+            raise StageError(
+                f"{key}: the teacher has scored {len(rows.get(name, ()))} of the {total} tokens of trajectory {name}; run "
+                "its rewards"
+            )
+        values = rows[name][total - len(reply) :]
+        found.append(tuple(math.nan if value is None else value for value in values))
+    return tuple(found)
+
+
+def batch_digest(batch: TrainBatch, teacher: tuple[tuple[float, ...], ...] | None = None) -> str:
+    """64 hex digits over everything that the optimiser step depends on, beside the weights; names are not part of it.
+
+    Args:
+        teacher: from `teacher_logprobs`; None for a run without a teacher.
+    """
+    values = {name: value for name, value in asdict(batch).items() if name != "trajectory_ids"}
+    for record in values["routing"]:
+        if record is not None:
+            record["data"] = record["data"].hex()
+    if teacher is not None:
+        values["teacher"] = [[None if math.isnan(value) else value for value in row] for row in teacher]
+    return fingerprint(values)

@@ -48,6 +48,16 @@ class Engines(Protocol):
         """What the replies were computed with."""
 
 
+class Teacher(Protocol):
+    """The model that a run distils, served by an engine of its own."""
+
+    digest: str
+    """64 hex digits over its folder."""
+
+    def score(self, rows: list[tuple[tuple[int, ...], int]], temperature: float) -> list[list[float]]:
+        """See `Engine.score`."""
+
+
 class Pump(Protocol):
     """Draws groups, as far ahead as the staleness bound lets it (`resources.rollouts.pump`)."""
 
@@ -81,6 +91,8 @@ class Run(Protocol):
     lake: LakeLike
     verifier: Verifier
     trainer: StepTrainer
+    teacher: Teacher
+    """Only where the algorithm needs one."""
     pump: Pump
     context_length: int
     train_prompts: int

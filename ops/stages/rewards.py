@@ -1,4 +1,4 @@
-"""Stage 3: one verdict per trajectory."""
+"""Stage 3: one verdict per trajectory, and what the teacher says of its tokens where the algorithm has one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from furlong.ops import records
+from furlong.ops.policy.algorithms import needs
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
 from furlong.ops.stages.rollouts import batch_rows
 from furlong.ops.tasks.scoring import verifier_version
@@ -16,7 +17,8 @@ NEEDED = ["step", "attempt", "trajectory_id", "prompt_id", "text", "messages", "
 
 
 def rewards(run: Run, key: StepKey) -> StageReport:
-    """Commit one row of `rewards` per trajectory of the step's batch, save those that were scored while it was drawn."""
+    """Commit one row of `rewards` per trajectory of the step's batch, save those that were scored while it was drawn; and,
+    for a run that distils, one of `teacher_scores`."""
     with reporting("rewards", key) as report:
         trajectories = batch_rows(run.lake, key, "trajectories", NEEDED)
         if not trajectories:
@@ -28,6 +30,8 @@ def rewards(run: Run, key: StepKey) -> StageReport:
             where = {"run": key.run, "trajectory_id": [row["trajectory_id"] for row in fresh]}
             report.note(run.lake.commit_once("rewards", where, records.rows("rewards", fresh)))
             rows += fresh
+        if "teacher" in needs(run.spec.algorithm):
+            _ask_teacher(run, key, report)
         scores = [row["score"] for row in rows if row["score"] is not None]
         report.values = {
             "reward_mean": sum(scores) / len(scores) if scores else 0.0,
@@ -35,6 +39,43 @@ def rewards(run: Run, key: StepKey) -> StageReport:
             **{f"verdict_{name}": n for name, n in sorted(Counter(str(row["verdict"]) for row in rows).items())},
         }
     return report
+
+
+def _ask_teacher(run: Run, key: StepKey, report: StageReport) -> None:
+    known = {row["trajectory_id"] for row in batch_rows(run.lake, key, "teacher_scores", ["trajectory_id"])}
+    columns = ["step", "attempt", "trajectory_id", "tokens", "logprobs"]
+    found = batch_rows(run.lake, key, "trajectories", columns)
+    missing = sorted((row for row in found if row["trajectory_id"] not in known), key=lambda row: row["trajectory_id"])
+    if missing:
+        fresh = report.work(lambda: teacher_scores(run, key.run, missing))
+        where = {"run": key.run, "trajectory_id": [row["trajectory_id"] for row in fresh]}
+        report.note(run.lake.commit_once("teacher_scores", where, records.rows("teacher_scores", fresh)))
+
+
+def teacher_scores(run: Run, name: str, trajectories: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of `teacher_scores` for rows of `trajectories`: at the temperature of the rollouts, of what was sampled."""
+    sampled = [[t for t, value in enumerate(row["logprobs"]) if value is not None] for row in trajectories]
+    # Without a sampled token there is nothing to score; the engine is then asked for none of the row's tokens.
+    asked = [
+        (tuple(row["tokens"]), at[0] if at else len(row["tokens"]))
+        for row, at in zip(trajectories, sampled, strict=True)
+    ]
+    answers = run.teacher.score(asked, run.spec.sampling.temperature)
+    made = []
+    for row, at, (tokens, first), values in zip(trajectories, sampled, asked, answers, strict=True):
+        if len(values) != len(tokens) - first:
+            raise StageError(
+                f"the teacher scored {len(values)} of the {len(tokens) - first} tokens of trajectory "
+                f"{row['trajectory_id']}; nothing was committed: end its engine with `make down` and run again"
+            )
+        logprobs: list[float | None] = [None] * len(tokens)
+        for t in at:
+            logprobs[t] = values[t - first]
+        made.append(
+            {"run": name, "step": row["step"], "attempt": row["attempt"], "trajectory_id": row["trajectory_id"],
+             "teacher": run.teacher.digest, "logprobs": logprobs}
+        )  # fmt: skip
+    return made
 
 
 def score(run: Run, name: str, trajectories: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -74,7 +74,7 @@ def batch_rows(lake: LakeLike, key: StepKey, table: str, columns: list[str]) -> 
     groups = batch_groups(lake, key)
     names = [group["group_id"] for group in groups]
     where = {"run": key.run, "step": sorted({group["step"] for group in groups})}
-    if table == "rewards":
+    if table in ("rewards", "teacher_scores"):
         rows = lake.read(table, where, columns).to_pylist()
         return [row for row in rows if row["trajectory_id"].rpartition("-s")[0] in set(names)]
     return lake.read(table, where | {"group_id": names}, columns).to_pylist()

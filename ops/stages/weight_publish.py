@@ -19,8 +19,9 @@ from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, re
 from furlong.ops.stages.rollouts import batch_rows
 
 NUMBERS = ("loss", "grad_norm", "mismatch_coverage")
-MISMATCH = ("mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3")
-"""Measured where the step has tokens that its own starting weights have sampled, which a synchronous step always has."""
+MISMATCH = ("mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3", "mismatch_ess")
+"""Measured between trainer and engine under the weights version that sampled a token; a step without any such measure
+is not published."""
 
 
 def weight_publish(run: Run, key: StepKey) -> StageReport:
@@ -64,10 +65,8 @@ def _gate(run: Run, key: StepKey) -> dict[str, Any]:
             f"published any more; run attempt {newest}, or 0 for the current one"
         )
     bad = [name for name in NUMBERS if not math.isfinite(step[name])]
-    if step["mismatch_coverage"] > 0:
+    if step["tokens_trained"]:
         bad += [name for name in MISMATCH if step[name] is None or not math.isfinite(step[name])]
-    elif step["tokens_trained"] and run.spec.staleness == 0:
-        bad.append("mismatch_coverage")
     if bad:
         raise StageError(f"{key}: {bad[0]} is {step[bad[0]]}, so its weights are not published; inspect its rollouts")
     sampled = [row["trajectory_id"] for row in batch_rows(run.lake, key, "trajectories", ["trajectory_id"])]
@@ -76,7 +75,23 @@ def _gate(run: Run, key: StepKey) -> dict[str, Any]:
             f"{key}: {len(sampled)} trajectories were sampled but {len(step['outcomes'])} are accounted for; "
             "its weights are not published; compare `trajectories` with `steps.outcomes`"
         )
+    _witnessed(key, step)
     return step
+
+
+def _witnessed(key: StepKey, step: dict[str, Any]) -> None:
+    """The gradients of all tokens that were to be trained on, and of no others, reached the optimiser.
+
+    Fewer may where clipping or the correction took tokens out of the loss, or an advantage is 0.
+    """
+    may_be_silent = step["clip_fraction"] > 0 or step["rejected_fraction"] > 0
+    for row in step["outcomes"]:
+        due = row["tokens_trained"] if row["advantage"] and not may_be_silent else 0
+        if not due <= row["tokens_reached"] <= row["tokens_trained"]:
+            raise StageError(
+                f"{key}: of trajectory {row['trajectory_id']} {row['tokens_trained']} tokens were to be trained on, but the "
+                f"gradients of {row['tokens_reached']} reached the optimiser; its weights are not published: report this"
+            )
 
 
 def _is_live(run: Run, name: str, version: int) -> bool:
@@ -96,7 +111,7 @@ def _stage_in_lake(run: Run, key: StepKey, step: dict[str, Any], report: StageRe
     deltas = _renumber(made["deltas"], key.run, step["version_after"], step["version_before"])
     if deltas.num_rows:
         report.note(run.lake.commit_once("weight_deltas", where, deltas))
-    anchor, every = None, run.spec.weights.anchor_every
+    anchor, every = None, run.spec.trainer.anchor_every
     if anchor_due(run.lake, key.run, step["version_before"], made["delta_bytes"], made["full_bytes"], every):
         anchor = report.work(lambda: run.trainer.anchor(step["version_after"], made["digest"]))
     row = {

@@ -1,52 +1,61 @@
-"""FSDPTrainer: the Hugging Face module under PyTorch, one optimiser step per call.
+"""FSDPTrainer: the Hugging Face module under PyTorch, one optimiser step per call, on one rank or several.
 
-One process holds the whole model. Where a step sums over micro-batches (`_accumulate`) and where masters live
-(`MasterWeights`) are the two places that a sharded version replaces.
+What differs with the number of ranks is behind two names: `Ranks` (sums over ranks) and the masters (`masters.py`).
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from furlong.ops.policy.loss import NonFiniteError, mismatch, policy_loss, require_finite, token_denominators
-from furlong.ops.policy.packing import MicroBatch, check_batch, pack
+from furlong.ops.policy.loss import NonFiniteError, require_finite
+from furlong.ops.policy.objective import Objective
+from furlong.ops.policy.packing import Masks, MicroBatch, check_batch, empty_like, pack
+from furlong.ops.policy.parallel import Layout
+from furlong.ops.policy.replay import check_records
 from furlong.ops.policy.schedule import learning_rate
-from furlong.ops.protocols import StepMetrics, TrainBatch
+from furlong.ops.policy.witness import Witness
+from furlong.ops.protocols import OtherLogprobs, StepMetrics, TrainBatch
 from furlong.ops.spec import RunSpec
 from furlong.ops.weights.digest import tensor_digest, weights_digest
+from furlong.ops.weights.layout import Piece, whole_piece
 from furlong.resources.trainers import snapshots
-from furlong.resources.trainers.masters import KINDS, MasterWeights
+from furlong.resources.trainers.lora import LoraWeights
+from furlong.resources.trainers.lora_module import lora_of
+from furlong.resources.trainers.masters import UPDATES, MasterWeights, master_dtype
 from furlong.resources.trainers.module import PolicyModule, load_module, module_of
+from furlong.resources.trainers.ranks import Ranks, device, require_data_parallel, usable_cores
+from furlong.resources.trainers.sharded import ShardedMasters
 
-
-@dataclass
-class _Tally:
-    """What the micro-batches of one step add up to; the lists run over trained tokens."""
-
-    loss: float = 0.0
-    clipped: int = 0
-    entropy: float = 0.0
-    trainer: list[Tensor] = field(default_factory=list)
-    engine: list[Tensor] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+ALONE = Layout()
+STEP, RANDOM = Piece("step", 0, 0, 1), "random"
 
 
 class FSDPTrainer:
-    """A `Trainer` (ops/protocols.py). Not safe for calls at the same time, save those of `write_snapshot`."""
+    """A `Trainer` (ops/protocols.py). Not safe for calls at the same time, save those of `save`."""
 
-    def __init__(self, spec: RunSpec, threads: int) -> None:
-        """`threads` of PyTorch in this process, which rounding depends on; 0 for all cores it may use."""
+    def __init__(self, spec: RunSpec, threads: int, layout: Layout = ALONE, rank: int = 0) -> None:
+        """
+        Args:
+            threads: of PyTorch in this process, which rounding depends on; 0 for all cores it may use.
+            layout: only its dp and recompute; with several ranks the default process group must be there.
+            rank: of this process.
+        Raises:
+            ValueError: a layout that splits more than micro-batches and masters.
+        """
         if threads < 0:
             raise ValueError(f"threads={threads} is not a number of threads; give 1 or more, or 0 for all cores")
-        self.threads = threads or _usable_cores()
+        require_data_parallel(layout)
+        self.threads = threads or usable_cores()
         torch.set_num_threads(self.threads)
-        self.spec = spec
+        self.spec, self.layout, self.ranks = spec, layout, Ranks(rank, layout.world)
         self.compute = getattr(torch, spec.trainer.compute_dtype)
         self.completed = 0
         self.module: PolicyModule | None = None
@@ -57,27 +66,44 @@ class FSDPTrainer:
         Raises:
             ValueError: an architecture without a packed forward, tensors missing from the files, or a NaN weight.
         """
-        self._hold(load_module(folder))
+        torch.manual_seed(self.spec.seed)
+        load, _ = self._makers()
+        self.module = self._prepared(load(folder))
+        self.masters = self._masters(self.module)
         if bad := self.masters.bad_weight():
             raise NonFiniteError(f"{folder}: tensor {bad} has a NaN or an infinity; convert or download it again")
         self.completed = 0
 
-    def logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        """Log-probability (nat) of every reply token, masked or not, under the current weights."""
-        self._check(batch)
-        values = [[0.0] * len(reply) for reply in batch.replies]
-        everything = tuple((True,) * len(reply) for reply in batch.replies)
-        with torch.no_grad(), _deterministic():
-            for micro in pack(batch, everything, self.spec.trainer.micro_batch_tokens):
-                logprobs, _ = self.module(micro, batch.temperature)
-                self._require("log-probability of the trainer", logprobs, _names(batch, micro))
-                where = zip(micro.trajectory.tolist(), micro.offset.tolist(), strict=True)
-                for (index, offset), value in zip(where, logprobs.tolist(), strict=True):
-                    values[index][offset] = value
-        return values
+    def logprobs(
+        self, batch: TrainBatch, masks: Masks | None = None, weights: dict[str, Tensor] | None = None
+    ) -> list[list[float]]:
+        """Log-probability (nat) of every reply token, or of those in `masks` (NaN elsewhere), under the current weights or
+        under published `weights`.
 
-    def step(self, batch: TrainBatch) -> StepMetrics:
-        """One optimiser step; a non-finite loss or gradient raises and changes nothing.
+        Raises:
+            NonFiniteError: names the trajectories, or the tensor, with the first bad number.
+            PackingError: a batch that does not fit the model or the micro-batch budget.
+            ValueError: masks or weights of another batch or model.
+        """
+        self._check(batch)
+        sizes = [len(reply) for reply in batch.replies]
+        masks = masks if masks is not None else tuple((True,) * size for size in sizes)
+        if [len(mask) for mask in masks] != sizes:
+            raise ValueError("the masks do not fit the batch's replies; give one entry for each reply token")
+        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        wanted = torch.tensor([on for mask in masks for on in mask], dtype=torch.bool)
+        names = [batch.trajectory_ids[i] for i, mask in enumerate(masks) for on in mask if on]
+        with _deterministic(), nullcontext() if weights is None else self.masters.placed(weights):
+            micros = self._micros(batch, masks)
+            index = [torch.tensor(starts)[micro.trajectory] + micro.offset for micro in micros]
+            flat = self._forward(batch, micros, index, sum(sizes))
+            with self._blaming():
+                require_finite("log-probability of the trainer", flat[wanted], names)
+        flat[~wanted] = math.nan
+        return [row.tolist() for row in flat.split(sizes)]
+
+    def step(self, batch: TrainBatch, others: OtherLogprobs) -> StepMetrics:
+        """One optimiser step; a non-finite loss or gradient raises, on all ranks, and changes nothing.
 
         A batch without a trained token counts as a step and leaves weights and optimiser as they are, AdamW's own
         step count too. Its metrics are 0 where there was nothing to measure, beside the schedule's learning rate.
@@ -94,147 +120,197 @@ class FSDPTrainer:
                 f"{batch.step - 1} first"
             )
         rate = learning_rate(self.spec.algorithm, self.spec.steps, batch.step)
-        trained = sum(sum(mask) for mask in batch.masks)
-        if not trained:
-            self.completed = batch.step
-            return StepMetrics(0.0, 0.0, rate, 0, 0.0, 0.0, 0.0, None, None, None, None)
-        with _deterministic():
-            tally = self._accumulate(batch)
-            gap = mismatch(torch.cat(tally.trainer), torch.cat(tally.engine), tally.names) if tally.names else None
-            norm = self.masters.gradient_norm()
-            self.masters.update(rate, norm)
+        objective = Objective(batch, self.spec, others)
+        norm, reached = 0.0, torch.zeros(len(batch.replies), dtype=torch.int64)
+        logprobs = entropy = torch.zeros(0, dtype=torch.float64)
+        if objective.tokens:
+            with _deterministic(), self._blaming():
+                logprobs, entropy, reached = self._accumulate(batch, objective)
+                norm = self.masters.gradient_norm()
+                metrics = objective.metrics(logprobs, entropy)
+                self.masters.update(rate, norm)
+        else:
+            metrics = objective.metrics(logprobs, entropy)
         self.completed = batch.step
-        return StepMetrics(
-            loss=tally.loss,
-            grad_norm=norm,
-            learning_rate=rate,
-            tokens_trained=trained,
-            clip_fraction=tally.clipped / trained,
-            entropy=tally.entropy / trained,
-            mismatch_coverage=len(tally.names) / trained,
-            mismatch_mean=gap and gap.mean,
-            mismatch_max=gap and gap.max,
-            mismatch_p99=gap and gap.p99,
-            mismatch_k3=gap and gap.k3,
-        )
+        return StepMetrics(**metrics, grad_norm=norm, learning_rate=rate, tokens_reached=tuple(reached.tolist()))
 
     def export(self) -> dict[str, Tensor]:
-        """Master weights rounded to `model.dtype`, by Hugging Face name; copies, tied tensors once."""
+        """Master weights rounded to `model.dtype`, by Hugging Face name; copies, tied tensors once. Rank 0 has them."""
         self._loaded()
-        dtype = getattr(torch, self.spec.model.dtype)
-        return {name: w.detach().to(dtype, copy=True).contiguous() for name, w in self.masters.weights.items()}
+        return self.masters.export(getattr(torch, self.spec.model.dtype))
 
     def master_digest(self) -> str:
-        """Digest of the float32 master weights."""
+        """Digest of the complete master weights, whatever the layout."""
         self._loaded()
-        return weights_digest({name: tensor_digest(w.detach()) for name, w in self.masters.weights.items()})
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """A copy of the whole state, to be written while training goes on."""
-        self._loaded()
-        return {name: tensor.clone() for name, tensor in self._state().items()}
-
-    def write_snapshot(self, folder: str, snapshot: dict[str, Tensor]) -> None:
-        """Write what `snapshot` gave, atomically; may run in another thread beside `step`."""
-        about = {"architecture": self.module.architecture(), "trainer": self.fingerprint()}
-        snapshots.write(folder, snapshot, about)
+        return weights_digest({name: tensor_digest(whole) for name, whole in self.masters.complete()})
 
     def save(self, folder: str) -> None:
-        """Write masters, optimiser and step without copying them first: no step may run meanwhile."""
+        """Write masters, optimiser, random state and step without copying them first: no step may run meanwhile."""
         self._loaded()
-        self.write_snapshot(folder, self._state())
+        pieces, shapes = self.masters.state(), self.masters.shapes()
+        if self.ranks.first:
+            random = torch.get_rng_state()
+            pieces |= {STEP: torch.tensor([self.completed]), Piece(RANDOM, 0, 0, len(random)): random}
+        shapes |= {STEP.name: (1,), RANDOM: tuple(torch.get_rng_state().shape)}
+        about = {"architecture": self.module.architecture(), "trainer": self.fingerprint()}
+        snapshots.write(folder, pieces, shapes, about, self.ranks)
 
     def restore(self, folder: str) -> int:
-        """Load what `save` wrote, on a fresh trainer too; the trainer is unchanged when this raises.
+        """Load what `save` wrote, under any layout, on a fresh trainer too; the trainer is unchanged when this raises.
 
         Returns:
             the step after which it was saved.
         Raises:
             SnapshotError: a missing, damaged or foreign state.
         """
-        saved = snapshots.Saved(folder)
+        saved = self._agreed(lambda: snapshots.Saved(folder))
         same = self.module is not None and self.module.architecture() == saved.about["architecture"]
-        module = self.module if same else module_of(saved.about["architecture"])
-        shapes = {f"{kind}/{name}": tuple(w.shape) for name, w in module.named_weights().items() for kind in KINDS}
-        shapes |= {"updates": (1,), "step": (1,)}
-        odd = sorted(name for name in shapes.keys() | saved.shapes if shapes.get(name) != saved.shapes.get(name))
-        if odd:
-            raise snapshots.SnapshotError(f"{folder} does not fit its own config at {odd[:3]}; restore another save")
-        if not same:
-            self._hold(module)
-        self.masters.load_state(saved.tensor)
-        self.completed = int(saved.tensor("step"))
+        _, make = self._makers()
+        module = self.module if same else self._prepared(make(saved.about["architecture"]))
+        masters = self.masters if same else self._masters(module)
+        self._agreed(lambda: _require_fit(saved, masters, folder))
+        self.module, self.masters = module, masters
+        masters.load_state(saved.piece)
+        torch.set_rng_state(saved.tensor(RANDOM))
+        self.completed = int(saved.tensor(STEP.name))
         return self.completed
 
     def fingerprint(self) -> str:
-        """Class, model shape, dtypes, threads, torch version."""
+        """Class, model shape, dtypes, layout, threads, torch version."""
         self._loaded()
         c = self.module.causal.config
+        wide = str(master_dtype(self.compute)).removeprefix("torch.")
         return (
             f"{type(self).__name__}/{c.model_type}-L{c.num_hidden_layers}-H{c.hidden_size}-V{c.vocab_size}/"
-            f"master=float32/compute={self.spec.trainer.compute_dtype}/threads={self.threads}/torch={torch.__version__}"
+            f"master={wide}/compute={self.spec.trainer.compute_dtype}/layout={self.layout}/threads={self.threads}/"
+            f"torch={torch.__version__}"
         )
 
-    def _hold(self, module: PolicyModule) -> None:
-        self.module = module
-        self.masters = MasterWeights(module.named_weights(), self.spec.algorithm, self.compute)
+    def _makers(self) -> tuple[Callable[[str], PolicyModule], Callable[[dict[str, Any]], PolicyModule]]:
+        """What makes a module of a folder, and of an architecture."""
+        if self.spec.trainer.exact:
+            from furlong.resources.trainers.exact_module import exact_of, load_exact
+
+            return load_exact, exact_of
+        return load_module, module_of
+
+    def _prepared(self, module: PolicyModule) -> PolicyModule:
+        module.to(device())
+        if self.compute == torch.float64:
+            module.widen()
+        if self.layout.recompute:
+            module.recompute()
+        return module
+
+    def _masters(self, module: PolicyModule) -> MasterWeights | ShardedMasters | LoraWeights:
+        if self.spec.trainer.lora_rank:
+            return lora_of(module, self.spec, self.compute, self.ranks)
+        if self.ranks.world == 1:
+            return MasterWeights(module.named_weights(), self.spec.algorithm, self.compute)
+        return ShardedMasters(module, self.spec.algorithm, self.compute, self.ranks)
+
+    def _agreed(self, work: Callable[[], Any]) -> Any:
+        """What `work` gives here, unless it raised ValueError on any rank: then that, on all."""
+        result = error = None
+        try:
+            result = work()
+        except ValueError as err:
+            error = err
+        self.ranks.agree(error)
+        return result
 
     def _loaded(self) -> None:
         if self.module is None:
             raise RuntimeError("the trainer holds no weights yet; call load(folder) or restore(folder) first")
 
-    def _state(self) -> dict[str, Tensor]:
-        return {**self.masters.state(), "step": torch.tensor([self.completed])}
-
     def _check(self, batch: TrainBatch) -> None:
         self._loaded()
         config = self.module.causal.config
         check_batch(batch, config.vocab_size, config.max_position_embeddings)
+        check_records(batch, *self.module.expert_shape)
 
-    def _accumulate(self, batch: TrainBatch) -> _Tally:
-        """Forward and backward of every micro-batch; gradients add up in the masters."""
+    def _micros(self, batch: TrainBatch, masks: Masks) -> list[MicroBatch]:
+        """This rank's micro-batches, as many as every other rank's: where they run out, empty ones."""
+        packed = pack(batch, masks, self.spec.trainer.micro_batch_tokens, self.ranks.world)
+        mine = packed[self.ranks.rank :: self.ranks.world]
+        rounds = -(-len(packed) // self.ranks.world)
+        mine += [empty_like(packed[0]) for _ in range(rounds - len(mine))]
+        return [_at(micro, device()) for micro in mine]
+
+    @torch.no_grad()
+    def _forward(
+        self, batch: TrainBatch, micros: list[MicroBatch], index: list[Tensor], size: int
+    ) -> Float[Tensor, " size"]:
+        """All ranks' log-probabilities, each at its `index`, in float64; 0 where no token was asked for."""
+        flat = torch.zeros(size, dtype=torch.float64)
+        for micro, where in zip(micros, index, strict=True):
+            flat[where] = self.module(micro, batch.temperature)[0].to("cpu", torch.float64)
+        return self.ranks.sum(flat)
+
+    def _accumulate(self, batch: TrainBatch, objective: Objective) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward and backward of every micro-batch; gradients add up in the masters.
+
+        Returns:
+            over all ranks: log-probability and entropy of each trained token, and tokens reached of each trajectory.
+        """
         self.masters.begin()
-        tally, algorithm = _Tally(), self.spec.algorithm
-        shares = token_denominators([sum(mask) for mask in batch.masks], algorithm.loss_mean)
-        for micro in pack(batch, batch.masks, self.spec.trainer.micro_batch_tokens):
-            names = _names(batch, micro)
-            where = list(zip(micro.trajectory.tolist(), micro.offset.tolist(), strict=True))
-            engine = torch.tensor([batch.logprobs[i][t] for i, t in where])
-            advantages = torch.tensor([batch.advantages[i] for i, _ in where])
-            self._require("log-probability of the engine", engine, names)
-            self._require("advantage", advantages, names)
+        micros = self._micros(batch, batch.masks)
+        index = [objective.index(micro.trajectory, micro.offset) for micro in micros]
+        slopes = None
+        if objective.whole:
+            everything = torch.arange(objective.tokens)
+            slopes = objective.slopes(everything, self._forward(batch, micros, index, objective.tokens)).slope
+        values = torch.zeros(2, objective.tokens, dtype=torch.float64)
+        witness, fault = Witness(len(batch.replies)), None
+        for number, (micro, where) in enumerate(zip(micros, index, strict=True)):
             logprobs, entropy = self.module(micro, batch.temperature)
-            now = logprobs.detach()
-            self._require("log-probability of the trainer", now, names)
-            self._require("probability ratio of trainer to engine", torch.exp(now - engine), names)
-            counts = torch.tensor([shares[i] for i, _ in where])
-            loss, clipped = policy_loss(logprobs, engine, advantages, algorithm.clip_low, algorithm.clip_high, counts)
-            self._require("loss", loss.detach(), names)
-            loss.sum().backward()
-            tally.loss += float(loss.detach().double().sum())
-            tally.clipped += int(clipped.sum())
-            tally.entropy += float(entropy[micro.place].double().sum())
-            fresh = torch.tensor([batch.fresh[i][t] for i, t in where])
-            tally.trainer.append(now[fresh])
-            tally.engine.append(engine[fresh])
-            tally.names += [name for name, new in zip(names, fresh.tolist(), strict=True) if new]
-        return tally
+            values[0, where] = logprobs.detach().to("cpu", torch.float64)
+            values[1, where] = entropy[micro.place].to("cpu", torch.float64)
+            slope = torch.zeros(len(where), dtype=torch.float64)
+            try:
+                if len(where):
+                    slope = objective.slopes(where, logprobs).slope if slopes is None else slopes[where]
+            except NonFiniteError as err:
+                # The other ranks need this one's backward pass, so they are told when it is over.
+                fault = fault or err
+            witness.watch(micro, logprobs, self.module.trunk)
+            self.masters.expect(number == len(micros) - 1)
+            (logprobs * slope.to(logprobs)).sum().backward()
+        self.ranks.agree(fault)
+        logprobs, entropy = self.ranks.sum(values)
+        return logprobs, entropy, self.ranks.sum(witness.counts())
 
-    def _require(self, what: str, values: Tensor, names: list[str]) -> None:
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """Where a number is not finite because a weight is not, say so."""
         try:
-            require_finite(what, values, names)
+            yield
         except NonFiniteError as err:
             if bad := self.masters.bad_weight():
                 raise NonFiniteError(f"master weight {bad} has a NaN or an infinity, so: {err}") from err
             raise
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _require_fit(saved: snapshots.Saved, masters: MasterWeights | ShardedMasters | LoraWeights, folder: str) -> None:
+    """Raise SnapshotError unless the state is one of these masters, and the bytes that this rank will read are intact."""
+    shapes = masters.shapes() | {STEP.name: (1,), RANDOM: tuple(torch.get_rng_state().shape)}
+    held = masters.state()
+    odd = {name for name in shapes.keys() | saved.shapes if shapes.get(name) != saved.shapes.get(name)}
+    odd |= {piece.name for piece, tensor in held.items() if saved.dtypes.get(piece.name) != tensor.dtype}
+    if odd:
+        raise snapshots.SnapshotError(
+            f"{folder} does not fit the model or trainer.compute_dtype at {sorted(odd)[:3]}; restore another save"
+        )
+    saved.check([*held, Piece(UPDATES, 0, 0, 1), *(whole_piece(name, shapes[name]) for name in (STEP.name, RANDOM))])
 
 
-def _names(batch: TrainBatch, micro: MicroBatch) -> list[str]:
-    return [batch.trajectory_ids[index] for index in micro.trajectory.tolist()]
+def _at(micro: MicroBatch, where: torch.device) -> MicroBatch:
+    """The micro-batch as the module reads it there; which token is whose stays on the CPU."""
+    if where.type == "cpu":
+        return micro
+    read = ("tokens", "positions", "visible", "places", "place", "target", "experts")
+    moved = {name: getattr(micro, name) for name in read if getattr(micro, name) is not None}
+    return replace(micro, **{name: tensor.to(where) for name, tensor in moved.items()})
 
 
 @contextmanager

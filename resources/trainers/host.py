@@ -6,6 +6,7 @@ state it restores the newest saved one and replays the recorded batches, checkin
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from furlong.ops.policy.parallel import parse_layout
 from furlong.ops.protocols import StepMetrics, TrainBatch, Trainer
 from furlong.ops.spec import parse_spec
 from furlong.ops.stages.batch import assemble, batch_digest
@@ -24,6 +26,8 @@ from furlong.ops.weights import delta
 from furlong.ops.weights.digest import manifest, weights_digest
 from furlong.ops.weights.layout import Offer, Piece, specs, whole
 from furlong.resources.actors import code_hash
+from furlong.resources.trainers.others import OtherWeights
+from furlong.resources.trainers.place import Place
 from furlong.resources.weights.anchors import write_anchor
 from furlong.resources.weights.send import send
 
@@ -42,16 +46,17 @@ class ReplayMismatch(StageError):
 class TrainerHost:
     """One run's trainer. Calls come one at a time; a save runs beside them until the weights change again."""
 
-    def __init__(self, spec_json: str, run: str, base_folder: str, lake: str, state_folder: str, threads: int):
-        import json
-
+    def __init__(self, spec_json: str, run: str, base_folder: str, lake: str, state_folder: str, place: Place):
         from furlong.resources.lake import Lake
-        from furlong.resources.trainers.fsdp import FSDPTrainer
+        from furlong.resources.trainers.make import make_trainer
 
         self.spec = parse_spec(json.loads(spec_json), f"run {run}")
         self.run, self.base_folder, self.state_folder = run, base_folder, Path(state_folder)
         self.lake = Lake(lake)
-        self.trainer: Trainer = FSDPTrainer(self.spec, threads)
+        self.trainer: Trainer = make_trainer(
+            self.spec, place.threads, parse_layout(place.layout), place.gpus, place.deadline, Path(place.logs)
+        )
+        self.others = OtherWeights(self.lake, run, self.spec, base_folder)
         self.at: tuple[int, int] | None = None
         self.record: dict[str, Any] | None = None
         self.before: dict[str, Any] | None = None
@@ -76,10 +81,10 @@ class TrainerHost:
             raise StepAlreadyTaken(f"{key}: its record is in the lake; to repeat it, ask for attempt {attempt + 1}")
         if self.at == (step, attempt) and self.record is not None:
             batch, _ = assemble(self.lake, self.spec, key)
-            if batch_digest(batch) == self.record["batch_digest"]:
+            if batch_digest(batch, self.others.teacher(key, batch)) == self.record["batch_digest"]:
                 return self.record
         self._reach(step - 1)
-        record = self._advance(step, attempt)
+        record = self._advance(step, attempt, measure=True)
         if step % self.spec.trainer.save_every == 0 or step == self.spec.steps:
             self.saver = _Saver(self.trainer, self.state_folder, _folder_name(step, attempt))
         return record
@@ -189,18 +194,21 @@ class TrainerHost:
         self.after = self.trainer.export()
         self.tensors = manifest(self.after)
 
-    def _advance(self, step: int, attempt: int) -> dict[str, Any]:
-        """One optimiser step from the rows in the lake; in a replay, the result must equal the record."""
+    def _advance(self, step: int, attempt: int, measure: bool = False) -> dict[str, Any]:
+        """One optimiser step from the rows in the lake; in a replay, the result must equal the record, and what only
+        measures is left out."""
         key = StepKey(self.run, step, attempt)
         begin = time.perf_counter()
         batch, outcomes = assemble(self.lake, self.spec, key)
         self.settle()
         self.at = None  # a failure from here on leaves an unknown state, which the next call rebuilds
-        metrics = self.trainer.step(batch)
+        others = self.others.logprobs(self.trainer, key, batch, measure)
+        metrics = self.trainer.step(batch, others)
         digest_before = self._digest()
+        self.others.remember(batch.version, self.after)
         self.before, self.after, self.made = self.after, self.trainer.export(), None
         self.tensors = manifest(self.after)
-        self.record = self._record(batch, outcomes, metrics, digest_before)
+        self.record = self._record(batch_digest(batch, others.teacher), batch, outcomes, metrics, digest_before)
         self.record["seconds"] = time.perf_counter() - begin
         self._compare(key)
         self.at = (step, attempt)
@@ -209,17 +217,22 @@ class TrainerHost:
     def _digest(self) -> str:
         return weights_digest({row["name"]: row["digest"] for row in self.tensors})
 
-    def _record(self, batch: TrainBatch, outcomes: list[dict], metrics: StepMetrics, before: str) -> dict[str, Any]:
+    def _record(
+        self, digest: str, batch: TrainBatch, outcomes: list[dict], metrics: StepMetrics, before: str
+    ) -> dict[str, Any]:
         scored = [outcome["reward"] for outcome in outcomes if outcome["reward"] is not None]
+        reached = dict(zip(batch.trajectory_ids, metrics.tokens_reached, strict=True))
+        measured = asdict(metrics)
+        del measured["tokens_reached"]
         return {
-            "batch_digest": batch_digest(batch),
+            "batch_digest": digest,
             "digest_before": before,
             "digest_after": self._digest(),
             "master_digest_after": self.trainer.master_digest(),
-            "outcomes": outcomes,
+            "outcomes": [row | {"tokens_reached": reached.get(row["trajectory_id"], 0)} for row in outcomes],
             "reward_mean": sum(scored) / len(scored) if scored else 0.0,
             "trainer": f"{self.trainer.fingerprint()}/code={code_hash()}",
-            **asdict(metrics),
+            **measured,
         }
 
     def _compare(self, key: StepKey) -> None:

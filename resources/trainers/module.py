@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from furlong.ops.policy.attention import NAME, prefix_tree_attention
 from furlong.ops.policy.head import token_logprobs
 from furlong.ops.policy.packing import MicroBatch
+from furlong.ops.policy.replay import Replay
+from furlong.resources.trainers.experts import REPLAY, expert_shape, split_experts
 
-ARCHITECTURES = ("llama", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types tested against the float64 reference: decoder, final norm, then a plain linear head."""
 
 
@@ -29,19 +33,32 @@ class PolicyModule(nn.Module):
         # transformers has torch drop the embedding gradient of a pad token that is fed; chat models pad with a token
         # that ends every turn, and a policy may sample it: to the loss it is a token like any other.
         causal.get_input_embeddings().padding_idx = None
+        split_experts(causal)
+        self.trunk: Tensor | None = None
+        """The embedding's output in the last forward: a gradient that reaches it went through the whole network."""
+        self.expert_shape = expert_shape(causal)
+        """Index of each layer that has experts, experts per token, and experts to choose from."""
 
     def forward(
         self, micro: MicroBatch, temperature: float
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " places"]]:
-        """Log-probabilities of the wanted tokens, and the entropy of the distribution at each place (nat)."""
+        """Log-probabilities of the wanted tokens, and the entropy of the distribution at each place (nat).
+
+        Recorded experts are replayed; RoutingError when a token went through others.
+        """
         weight = self.causal.get_output_embeddings().weight
+        replay = Replay.of(micro, self.expert_shape[0])
+        self.trunk = self.causal.get_input_embeddings()(micro.tokens)
         unseen = torch.zeros(micro.visible.shape, dtype=weight.dtype, device=weight.device)
         hidden = self.causal.get_decoder()(
-            input_ids=micro.tokens,
+            inputs_embeds=self.trunk,
             position_ids=micro.positions,
             attention_mask=unseen.masked_fill_(~micro.visible, float("-inf")),
             use_cache=False,
+            **({} if replay is None else {REPLAY: replay}),
         ).last_hidden_state
+        if replay is not None:
+            replay.require_checked(self.expert_shape[0])
         hidden = hidden.flatten(0, 1).index_select(0, micro.places)
         return token_logprobs(hidden, weight, micro.place, micro.target, temperature)
 
@@ -49,10 +66,31 @@ class PolicyModule(nn.Module):
         """Parameters by their Hugging Face names; of tied ones the first name only, as in a safetensors file."""
         return dict(self.causal.named_parameters())
 
+    def layers(self) -> list[nn.Module]:
+        """The decoder's layers, in order."""
+        return list(self.causal.get_decoder().layers)
+
+    def recompute(self) -> None:
+        """From now on keep only the input of each layer, and compute the layer again in the backward pass."""
+        for layer in self.layers():
+            # Without the layer's own hooks, so that a sharding wrapper gathers once.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+    def widen(self) -> None:
+        """From now on compute norms in the number format of their input; transformers does in float32, whatever it is."""
+        for norm in self.modules():
+            if type(norm).__name__.endswith("RMSNorm"):
+                norm.forward = partial(_rms_norm, norm)
+
     def architecture(self) -> dict[str, Any]:
         """The configuration as plain data, without where it came from; `module_of` takes it."""
         config = json.loads(self.causal.config.to_json_string(use_diff=False))
         return {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+
+
+def _rms_norm(norm: nn.Module, hidden: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places hidden"]:
+    variance = hidden.square().mean(-1, keepdim=True)
+    return norm.weight * (hidden * torch.rsqrt(variance + norm.variance_epsilon))
 
 
 def load_module(folder: str) -> PolicyModule:
@@ -70,13 +108,14 @@ def load_module(folder: str) -> PolicyModule:
         stored = {name for path in Path(folder).glob("*.safetensors") for name in _names(path)}
     except (OSError, RuntimeError, SafetensorError) as err:
         raise ValueError(f"{folder} cannot be loaded as a model ({err}); make or convert it again") from err
-    odd = sorted((set(dict(causal.named_parameters())) - stored) | (stored - set(causal.state_dict())))
+    module = PolicyModule(causal.eval())
+    odd = sorted((set(module.named_weights()) - stored) | (stored - set(causal.state_dict())))
     if odd:
         raise ValueError(
             f"{folder}: its files and its config.json disagree on {len(odd)} tensors, first {odd[0]}; a missing one "
             "would start at random: make or convert the folder again"
         )
-    return PolicyModule(causal.eval())
+    return module
 
 
 def module_of(architecture: dict[str, Any]) -> PolicyModule:

@@ -67,7 +67,7 @@ def test_groups_drawn_for_other_steps_belong_to_the_batch_that_took_them(tmp_pat
     batch, _ = assemble(lake_of(tmp_path, rows, [1.0, 0.0, 0.0, 1.0], 2), load_spec("tiny"), KEY)
     assert batch.prompts == ((1, 1), (1, 2))
     assert batch.trajectory_ids == ("g1-s00", "g1-s01", "g2-s00", "g2-s01")
-    assert batch.fresh == ((OFF,), (OFF,), (ON,), (ON,)), "only version 6 is the one that the step starts from"
+    assert (batch.version, batch.sampled_by) == (6, ((5,), (5,), (6,), (6,)))
 
 
 def test_leaves_of_a_sample_count_once_and_share_its_advantage(tmp_path):

@@ -5,8 +5,10 @@ import pytest
 import torch
 from tiny_policy import CONFIGS, make_batch, make_folder, make_spec, near_policy
 
+from furlong.ops.protocols import OtherLogprobs
 from furlong.resources.trainers.fsdp import FSDPTrainer
 
+ALONE = OtherLogprobs()
 STEP = 1e-3
 """Central differences err by STEP^2 times the third derivative, about 1e-5 here, and by 1e-7 / STEP from rounding."""
 
@@ -37,7 +39,7 @@ def stepped(folder, through=None) -> tuple[dict[str, torch.Tensor], FSDPTrainer]
         trainer = FSDPTrainer(make_spec(folder), threads=1)
         trainer.restore(str(through))
     batch = near_policy(make_batch(1), trainer.logprobs(make_batch(1)))
-    trainer.step(batch)
+    trainer.step(batch, ALONE)
     return {name: w.grad.clone() for name, w in trainer.masters.weights.items()}, trainer
 
 
@@ -69,5 +71,5 @@ def test_the_pad_tokens_gradient_is_the_slope_of_the_loss(twins):
         with torch.no_grad():
             trainer.masters.weights["model.embed_tokens.weight"][pad] += sign * STEP * slope / slope.norm()
         trainer.masters.round()
-        losses.append(trainer.step(batch).loss)
+        losses.append(trainer.step(batch, ALONE).loss)
     assert (losses[0] - losses[1]) / (2 * STEP) == pytest.approx(float(slope.norm()), rel=2e-2)

@@ -31,3 +31,22 @@ def test_warmup_over_the_whole_run():
 def test_outside_the_run_is_an_error(step):
     with pytest.raises(ValueError, match="run of 3 steps"):
         learning_rate(AlgorithmSpec(prompts_per_step=1, samples_per_prompt=2, learning_rate=1.0), 3, step)
+
+
+def test_cosine_by_hand():
+    """Half way down in the middle, a quarter of the way in time is (1 - cos 45 degrees) / 2 of the way down."""
+    got = rates(5, decay="cosine", final_lr_fraction=0.2)
+    assert got == pytest.approx(
+        [1.0, 1 - 0.8 * 0.1464466094067262, 0.6, 0.2 + 0.8 * 0.1464466094067262, 0.2], rel=1e-15
+    )
+    assert rates(4, warmup_steps=2, decay="cosine", final_lr_fraction=0.0) == pytest.approx(
+        [0.5, 1.0, 0.5, 0.0], abs=1e-15
+    )
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+def test_decay_never_rises_and_ends_at_the_fraction(decay, warmup):
+    got = rates(40, warmup_steps=warmup, decay=decay, final_lr_fraction=0.1)[max(warmup, 1) - 1 :]
+    assert got == sorted(got, reverse=True)
+    assert (got[0], got[-1]) == pytest.approx((1.0, 0.1))

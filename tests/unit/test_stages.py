@@ -14,6 +14,7 @@ from furlong.resources.engines.local import LocalEngine
 from furlong.resources.lake import Lake
 from furlong.resources.system import System
 from furlong.resources.trainers.host import ReplayMismatch, StepAlreadyTaken, TrainerHost, _Saver
+from furlong.resources.trainers.place import Place
 from furlong.resources.weights.fleet import Fleet
 
 RUN = "quick"
@@ -37,7 +38,9 @@ def new_fleet(run):
 
 def new_trainer(run):
     lake = run.placement.lake_uri()
-    return TrainerHost(run.spec.canonical(), run.name, str(run.model.path), lake, str(run.folder / "state"), 1)
+    return TrainerHost(
+        run.spec.canonical(), run.name, str(run.model.path), lake, str(run.folder / "state"), Place("", 1)
+    )
 
 
 def open_run(root, spec, overrides=None):
@@ -274,7 +277,7 @@ def test_a_driver_that_was_overtaken_can_publish_nothing(run):
 
 
 def test_complete_copies_are_written_when_due_and_engines_start_from_them(run, undisturbed):
-    run.spec = run.spec.model_copy(update={"weights": run.spec.weights.model_copy(update={"anchor_every": 2})})
+    run.spec = run.spec.model_copy(update={"trainer": run.spec.trainer.model_copy(update={"anchor_every": 2})})
     for step in (1, 2):
         take(run, step)
     rows = run.lake.read("weight_versions", {"run": RUN}).to_pylist()

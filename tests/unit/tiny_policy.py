@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from furlong.ops.protocols import TrainBatch
 from furlong.ops.spec import AlgorithmSpec, DataSpec, ModelSpec, RunSpec, SamplingSpec, TaskSpec, TrainerSpec
@@ -29,6 +30,7 @@ SHAPE = {
 }
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=12, tie_word_embeddings=False),
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
@@ -42,7 +44,7 @@ def make_folder(path: Path, architecture: str = "llama") -> str:
 
 
 def make_tiny_moe(path: Path, **changes: object) -> str:
-    """A saved random Qwen3-MoE model, for engines only: layers 0 and 2 have experts, layer 1 has none.
+    """A saved random Qwen3-MoE model: layers 0 and 2 have experts, layer 1 has none.
 
     Args:
         changes: of its configuration.
@@ -104,8 +106,11 @@ def make_batch(seed: int, sizes: tuple[int, ...] = (4, 1, 3), step: int = 1, let
         replies=replies,
         logprobs=tuple(tuple(rng.uniform(-6, -1) for _ in reply) for reply in replies),
         masks=tuple(masks),
-        fresh=tuple(tuple(True for _ in reply) for reply in replies),
+        sampled_by=tuple(tuple(0 for _ in reply) for reply in replies),
+        version=0,
         advantages=tuple(rng.gauss(0, 1) for _ in group),
+        rewards=tuple(rng.random() for _ in group),
+        routing=tuple(None for _ in group),
         trajectory_ids=tuple(f"trajectory-{i}" for i in range(len(group))),
     )
 
@@ -117,13 +122,20 @@ def near_policy(batch: TrainBatch, logprobs: list[list[float]], spread: float = 
 
 
 def reference(
-    folder: str, batch: TrainBatch, low: float, high: float, mean: str = "sequence"
+    folder: str,
+    batch: TrainBatch,
+    low: float,
+    high: float,
+    mean: str = "sequence",
+    mend: Callable[[nn.Module], None] = lambda model: None,
 ) -> tuple[float, list[list[float]], dict[str, Tensor]]:
     """Loss, log-probabilities and gradients, one unpacked sequence at a time in float64.
 
     transformers computes norms and rotary tables in float32 whatever the model's dtype: that alone limits agreement.
+    `mend` may change the model first.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
+    mend(model)
     lengths = [sum(mask) for mask in batch.masks]
     sequences = sum(length > 0 for length in lengths)
     loss, logprobs = 0.0, []
@@ -137,6 +149,9 @@ def reference(
             if on:
                 ratio, advantage = torch.exp(row[t] - batch.logprobs[index][t]), batch.advantages[index]
                 clipped = min(max(ratio, 1 - low), 1 + high)
-                loss = loss - torch.minimum(ratio * advantage, torch.as_tensor(clipped * advantage)) / count
+                loss = (
+                    loss
+                    - torch.minimum(ratio * advantage, torch.as_tensor(clipped * advantage, dtype=row.dtype)) / count
+                )
     loss.backward()
     return float(loss.detach()), logprobs, {name: p.grad for name, p in model.named_parameters()}
