@@ -72,17 +72,18 @@ def export_checkpoint(placement: Placement, run: str, step: int) -> Checkpoint:
         key = {"run": run, "step": step, "attempt": done["attempt"]}
         card = model_card(lake, lake.uri, identity, one_row(lake, "steps", key), row)
         export_folder(lake, run, row["version"], str(model.path), folder, card)
-    check_export(folder, row)
+    check_export(lake, row, str(model.path), folder)
     digest, size = export_digest(folder)
     return Checkpoint(folder, row["version"], row["digest"], digest, size, wrote)
 
 
 def compare_logits(placement: Placement, run: str, checkpoint: Checkpoint) -> Comparison:
-    """Load the folder as anybody would, and compare its logits with those of a module filled from the rebuilt tensors.
+    """Load the folder as anybody would, and compare its logits with those of a module filled from the rebuilt tensors,
+    adapters merged.
 
     Bit for bit, on questions of the evaluation split. Whatever is missing, left over, empty or not finite fails.
     """
-    from furlong.ops.policy.checkpoint import is_extra
+    from furlong.ops.policy.lora import policy_of
     from furlong.ops.tasks.render import load_tokenizer, render_prompt
 
     lake = Lake(placement.lake_uri())
@@ -97,8 +98,7 @@ def compare_logits(placement: Placement, run: str, checkpoint: Checkpoint) -> Co
             False, "the exported tokenizer gives other token ids than the base model's", len(questions), 0
         )
     tensors = rebuild(lake, run, checkpoint.version, str(model.path))
-    policy = {name: tensor for name, tensor in tensors.items() if not is_extra(name)}
-    return compare_folder(checkpoint.folder, model.path, policy, mine)
+    return compare_folder(checkpoint.folder, model.path, policy_of(tensors), mine)
 
 
 def compare_folder(folder: Path, base: Path, tensors: dict[str, Tensor], prompts: list[list[int]]) -> Comparison:

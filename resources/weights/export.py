@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from furlong.ops.policy.manifest import ModelError, digest_files, write_manifest
 from furlong.ops.policy.manifest import verify as verify_files
 from furlong.resources.flush import flush
+from furlong.resources.weights import peft
 from furlong.resources.weights.anchors import AnchorError, read_file, write_file
 from furlong.resources.weights.rebuild import RebuildError, full_row, rebuild, verified
 
@@ -26,7 +26,6 @@ COPIED = (
     "chat_template*", "vocab.*", "merges.txt",
 )  # fmt: skip
 """What an exported folder takes over from the base model's, by pattern."""
-_ADAPTER = re.compile(r"adapter\.(?P<name>[A-Za-z0-9_-]+)\.(?P<rest>.+)")
 
 
 class ExportError(RuntimeError):
@@ -38,14 +37,15 @@ def export_folder(
 ) -> Path:
     """Write a version to `target`: model.safetensors, config and tokenizer, and drafts and adapters where it has any.
 
-    model.safetensors holds the policy's tensors with the bits that engines served; `draft.*` go to draft.safetensors
-    and `adapter.<name>.*` to adapters/<name>.safetensors, without these prefixes.
+    model.safetensors holds the policy's tensors with the bits that engines computed with, adapters merged; `draft.*` go
+    to draft.safetensors without that prefix, and adapters once more, alone, to a folder of their own
+    (`resources.weights.peft`).
 
     Args:
         target: a folder that does not exist yet, or is empty.
         card: text of README.md; None for no such file.
     Raises:
-        ExportError: `target` holds something, or a tensor cannot be named as a file.
+        ExportError: `target` holds something, or adapters that cannot be merged.
         RebuildError: the version cannot be had; nothing is left behind.
     """
     from furlong.ops.policy.checkpoint import is_extra
@@ -79,9 +79,11 @@ def export_folder(
     return target
 
 
-def check_export(folder: Path, row: dict[str, Any]) -> None:
+def check_export(lake: Lake, row: dict[str, Any], base_folder: str, folder: Path) -> None:
     """Refuse a folder that is not exactly this version: other bits in any tensor, a changed or missing file.
 
+    Args:
+        row: of `weight_versions`; its base weights are rebuilt where the folder has merged ones instead.
     Raises:
         ExportError: it is not; the message names the first file or tensor.
     """
@@ -90,18 +92,20 @@ def check_export(folder: Path, row: dict[str, Any]) -> None:
         tensors = read_export(folder)
         if odd := sorted(tensors.keys() - {tensor["name"] for tensor in row["tensors"]}):
             raise RebuildError(f"it holds a tensor {odd[0]} that is none of the version's; move it away, export again")
+        if any(name.startswith("adapter.") for name in tensors):
+            tensors |= _unmerged(tensors, rebuild(lake, row["run"], row["version"], base_folder))
         verified(tensors, row)
     except (ModelError, AnchorError, RebuildError) as err:
         raise ExportError(f"{folder} is not version {row['version']} of run {row['run']} any more: {err}") from err
 
 
 def read_export(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of an exported folder under its name in the lake."""
+    """Every tensor of an exported folder under its name in the lake, where adapted weights stand unmerged."""
     tensors = read_file(folder / "model.safetensors")
     if (folder / "draft.safetensors").is_file():
         tensors |= {f"draft.{name}": tensor for name, tensor in read_file(folder / "draft.safetensors").items()}
-    for path in sorted((folder / "adapters").glob("*.safetensors")):
-        tensors |= {f"adapter.{path.stem}.{name}": tensor for name, tensor in read_file(path).items()}
+    if (folder / peft.FOLDER).is_dir():
+        tensors |= peft.read_adapter(folder / peft.FOLDER)
     return tensors
 
 
@@ -114,27 +118,28 @@ def export_digest(folder: Path) -> tuple[str, int]:
 
 
 def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
-    for name, tensor in tensors.items():
-        place, rest = _place(name)
-        files.setdefault(place, {})[rest] = tensor
-    for place, content in files.items():
-        (folder / place).parent.mkdir(exist_ok=True)
-        write_file(content, folder / place)
+    from furlong.ops.policy.lora import policy_of
+
+    try:
+        write_file(policy_of(tensors), folder / "model.safetensors")
+    except ModelError as err:
+        raise ExportError(f"nothing was written: {err}") from err
+    if drafts := {name.removeprefix("draft."): t for name, t in tensors.items() if name.startswith("draft.")}:
+        write_file(drafts, folder / "draft.safetensors")
+    if adapters := {name: tensor for name, tensor in tensors.items() if name.startswith("adapter.")}:
+        peft.write_adapter(folder / peft.FOLDER, adapters)
 
 
-def _place(name: str) -> tuple[str, str]:
-    """The file that a tensor goes to, and its name there."""
-    if name.startswith("draft."):
-        return "draft.safetensors", name.removeprefix("draft.")
-    if not name.startswith("adapter."):
-        return "model.safetensors", name
-    match = _ADAPTER.fullmatch(name)
-    if match is None:
-        raise ExportError(
-            f"tensor {name} is of no adapter whose name can be a file's; name it adapter.<letters, digits, - or _>.<rest>"
-        )
-    return f"adapters/{match['name']}.safetensors", match["rest"]
+def _unmerged(exported: dict[str, Tensor], rebuilt: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The version's own tensors in place of the exported merged ones, which must be what comes of them."""
+    from furlong.ops.policy.lora import policy_of
+    from furlong.ops.weights.digest import tensor_digest
+
+    merged = {name: tensor for name, tensor in policy_of(rebuilt).items() if tensor is not rebuilt[name]}
+    for name, tensor in sorted(merged.items()):
+        if name not in exported or tensor_digest(exported[name]) != tensor_digest(tensor):
+            raise RebuildError(f"tensor {name} of model.safetensors is not the base weight with its adapter merged")
+    return {name: rebuilt[name] for name in merged}
 
 
 def _copy_files(base: Path, folder: Path, dtypes: set[Any]) -> None:
