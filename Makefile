@@ -5,6 +5,7 @@ SHELL := /bin/bash
 
 SPEC ?= smollm2
 SEED ?= 0
+TRAINER ?= fsdp
 BIN := .venv/bin
 # torch alone first, so that its CPU build is in place before anything that asks for torch.
 TORCH := torch==2.13.0
@@ -43,7 +44,7 @@ sglang: .venv-sglang/.installed
 	@touch $@
 
 demo: install
-	@$(BIN)/furlong demo --spec $(SPEC) --seed $(SEED)
+	@$(BIN)/furlong demo --spec $(SPEC) --seed $(SEED) --set trainer.backend=$(TRAINER)
 
 # A hang is a failure: pyproject.toml bounds each test, this bounds them all. In two halves side by side, as one mostly
 # waits for processes to start while the other computes. Without job control (set -m) the one behind would ignore SIGINT.

@@ -6,8 +6,8 @@ least as fast as its continuous batching (generate_batch), with log-probabilitie
 All run by turns in one process on the same prompts, no two alike, so that no prompt is shared; ends of text are ignored,
 so that all make the same number of tokens. Time includes the prompts. transformers is not asked for log-probabilities.
 CPU time per token is printed beside wall time because it hardly changes when other programs use the machine. The way
-idle OpenMP threads wait (OMP_WAIT_POLICY) is the caller's to set, and is printed: passive threads are slower alone and
-much faster in company.
+idle OpenMP threads wait (OMP_WAIT_POLICY, GOMP_SPINCOUNT) is the caller's to set, and is printed: passive threads are
+slower alone, as each product of a decode step wakes them anew, and much faster in company.
 
 Beside them stand the limits of a step on this machine, measured in the same run: reading all weights once from memory,
 and the step's matrix products alone, as the engine computes them.
@@ -37,6 +37,7 @@ BATCHES = (1, 8, 32, 64)
 CONTINUOUS = 32
 """The batch at which transformers' continuous batching runs too."""
 PROMPT_TOKENS, NEW_TOKENS = 48, 48
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 Side = Callable[[list[list[int]]], int]
 
 
@@ -172,7 +173,7 @@ def main() -> None:
         "engine, any rows": engine_side(architecture, live, False),
         "generate": generate_side(theirs),
     }
-    waiting = os.environ.get("OMP_WAIT_POLICY") or "default"
+    waiting = " ".join(f"{name}={os.environ[name]}" for name in WAITING if name in os.environ) or "the default way"
     print(f"{args.dtype}, {args.threads} threads waiting {waiting}, torch {torch.__version__}")
     limits(architecture, live, dtype, args.batches)
     print(f"{PROMPT_TOKENS} prompt + {NEW_TOKENS} new tokens, medians of {args.repeats}")

@@ -12,21 +12,26 @@ console = Console(highlight=False)
 
 def demo(
     spec: Annotated[
-        str, typer.Option(help="Spec to run: smollm2, tiny, tools, or the path of a spec file.")
+        str, typer.Option(help="Spec to run: smollm2, tiny, tools, moe, or the path of a spec file.")
     ] = "smollm2",
     seed: Annotated[int, typer.Option(help="The run's seed.")] = 0,
     run: Annotated[str, typer.Option(help="Name of the run; empty continues the unfinished one or starts anew.")] = "",
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A key of the spec and its value, e.g. trainer.backend=megatron; may be repeated."),
+    ] = None,
 ) -> None:
     """Train a language model by RL and show what happened; run it again after any interruption to continue."""
     from furlong.cli.live import LiveView
     from furlong.cli.report_view import show_report
-    from furlong.ops.spec import Placement, SpecError, load_spec
+    from furlong.ops.spec import Placement, SpecError, load_spec, parse_changes
     from furlong.resources.dagster_home import close_orphaned_runs, ensure_dagster_home
     from furlong.resources.models import resolve
 
     try:
         placement = Placement.from_env()
-        wanted = load_spec(spec, {"seed": seed})
+        overrides = parse_changes(changes or [])
+        wanted = load_spec(spec, {"seed": seed, **overrides})
         with console.status(f"making or checking the model {wanted.model.source}"):
             resolve(wanted.model, wanted.data, wanted.seed, placement.folder)
     except SpecError as err:
@@ -35,7 +40,7 @@ def demo(
     ensure_dagster_home(placement)
     close_orphaned_runs(placement)
     with LiveView(console) as view:
-        failure = _drive(placement, view, {"spec": spec, "seed": seed, "run": run})
+        failure = _drive(placement, view, {"spec": spec, "seed": seed, "run": run, "overrides": overrides})
     if isinstance(failure, KeyboardInterrupt):
         console.print(
             "Interrupted. Nothing committed is lost: the same command continues from the last committed step."

@@ -35,6 +35,8 @@ def model_card(lake: LakeLike, uri: str, run: dict[str, Any], step: dict[str, An
     lines = ["---", "library_name: transformers", "tags: [furlong, reinforcement-learning]", "---", ""]
     lines += [f"# {run['run']}, weights version {version['version']}", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | `{value}` |" for name, value in facts.items()), ""]
+    if any(tensor["name"].startswith("adapter.") for tensor in version["tensors"]):
+        lines += ["Adapters were trained. `model.safetensors` has them merged, `adapter/` alone, in PEFT's layout.", ""]
     lines += ["## Accuracy on questions kept away from training", "", *_accuracy(lake, run["run"], version["version"])]
     query = f"SELECT * FROM weight_versions WHERE run = '{run['run']}' AND version = {version['version']}"
     lines += ["", "Every token, reward and step behind it are rows of the lake:", "", f"    {query}", ""]

@@ -31,6 +31,7 @@ _STAGES = {
     "failures": "rollouts",
     "ledger": "rollouts",
     "rewards": "rewards",
+    "teacher_scores": "rewards",
     "steps": "train_step",
     "weight_versions": "weight_publish",
     "weight_deltas": "weight_publish",

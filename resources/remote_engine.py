@@ -25,6 +25,8 @@ HEALTH_DEADLINE = 30.0
 """Seconds for an engine to say that it lives, which it does while it decodes."""
 GRACE = 60.0
 """Seconds that a reply may come after its own deadline, at which the engine was to end it."""
+TEACHER = "teacher"
+"""What the engine of a teacher (`resources.teacher`) is called among the actors; it is none of the run's engines."""
 
 
 def start_engine(run: str, spec: RunSpec, model: ModelFolder, placement: Placement, number: int) -> RemoteEngine:
@@ -60,15 +62,15 @@ def engine_count(placement: Placement) -> int:
 
 
 def end_superfluous(run: str, placement: Placement) -> None:
-    """End the engines that `placement` has no number for, and those of runs that nobody drives; they would hold copies of
-    the weights for nobody."""
+    """End the engines that `placement` has no number for, and those of runs that nobody drives, teachers' too; they would
+    hold copies of the weights for nobody."""
     ensure_cluster(placement)
     wanted = {role(number) for number in range(engine_count(placement))}
 
     def keep(name: ActorName) -> bool:
-        if not name.role.startswith(role(0)):
+        if not name.role.startswith((role(0), TEACHER)):
             return True
-        return name.role in wanted if name.run == run else is_driven(placement.folder, name.run)
+        return name.role in wanted | {TEACHER} if name.run == run else is_driven(placement.folder, name.run)
 
     end_actors(placement, keep)
 
@@ -135,6 +137,9 @@ class RemoteEngine:
             return self._replies.generate(requests, deadline)
         except TimeoutError as err:
             raise self._overrun(requests, deadline) from err
+
+    def score(self, rows: list[tuple[tuple[int, ...], int]], temperature: float) -> list[list[float]]:
+        return self._call("score", rows, temperature)
 
     def abort(self, request_ids: list[str] | None = None) -> int:
         return self._replies.abort(request_ids)

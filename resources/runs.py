@@ -39,6 +39,7 @@ from furlong.resources.remote_trainer import RemoteTrainer, start_trainer
 from furlong.resources.rollouts.players import Player, make_player
 from furlong.resources.rollouts.pump import Pump
 from furlong.resources.router import Router, Shared
+from furlong.resources.teacher import Teacher
 from furlong.resources.tracking import Tracker
 from furlong.resources.verifier_pool import VerifierPool
 from furlong.resources.weights.fleet import Fleet
@@ -69,13 +70,20 @@ class Observer(Protocol):
 class OpenRun:
     """Implements `ops.stages.context.Run`."""
 
-    def __init__(self, row: dict[str, Any], spec: RunSpec, model: ModelFolder, placement: Placement):
+    def __init__(
+        self, row: dict[str, Any], spec: RunSpec, model: ModelFolder, placement: Placement, teacher_digest: str = ""
+    ):
+        """
+        Args:
+            teacher_digest: from `check_teacher`; empty for a run without a teacher.
+        """
         self.name: str = row["run"]
         self.dataset: str = row["dataset"]
         self.spec, self.model, self.placement = spec, model, placement
         self.lake = Lake(placement.lake_uri())
         self.observer: Observer | None = None
         self.drive: Drive | None = None
+        self._teacher_digest = teacher_digest
         self._series: dict[str, dict[int, float]] | None = None
 
     @property
@@ -96,6 +104,12 @@ class OpenRun:
     @cached_property
     def trainer(self) -> RemoteTrainer:
         return start_trainer(self.name, self.spec, self.model, self.placement)
+
+    @cached_property
+    def teacher(self) -> Teacher:
+        teacher = Teacher(self.name, self.spec, self.placement, self._teacher_digest)
+        teacher.start()
+        return teacher
 
     @cached_property
     def engines(self) -> Fleet:
@@ -128,7 +142,8 @@ class OpenRun:
 
     def connect(self) -> None:
         """Meet all parties at once, since each takes seconds to start."""
-        parties = ("verifier", "tracker", "tokenizer", "engines", "trainer")
+        parties = ["verifier", "tracker", "tokenizer", "engines", "trainer"]
+        parties += ["teacher"] if self._teacher_digest else []
         with ThreadPoolExecutor(len(parties)) as pool:
             for future in [pool.submit(getattr, self, name) for name in parties]:
                 future.result()

@@ -106,11 +106,15 @@ class System:
 
     def _load(self, name: str) -> Any:
         from furlong.ops.policy.architecture import read_architecture
+        from furlong.ops.policy.parallel import parse_layout
         from furlong.resources.lake import Lake
         from furlong.resources.runs import OpenRun
+        from furlong.resources.teacher import check_teacher
         from furlong.resources.weights.run_model import run_model
 
-        row, spec, model = run_model(Lake(self.placement.lake_uri()), name, self.placement)
+        lake = Lake(self.placement.lake_uri())
+        row, spec, model = run_model(lake, name, self.placement)
+        parse_layout(self.placement.trainer_layout)
         sizes = read_architecture(str(model.path)).splits()
         if self.placement.engine_tp not in sizes:
             raise SpecError(
@@ -118,7 +122,7 @@ class System:
                 "processes, as each needs whole key/value heads and an equal part of the feed-forward width; set it to "
                 f"{' or '.join(map(str, sizes))}"
             )
-        return OpenRun(row, spec, model, self.placement)
+        return OpenRun(row, spec, model, self.placement, check_teacher(spec, model, lake, name))
 
     def _unfinished(self, lake: Any, spec: RunSpec) -> str:
         stem = f"{spec.name}-{spec.fingerprint()[:6]}"
@@ -137,11 +141,13 @@ class System:
         from furlong.resources.actors import code_hash
         from furlong.resources.models import resolve
         from furlong.resources.rollouts.players import check_env
+        from furlong.resources.teacher import check_teacher
 
         if one_row(lake, "runs", {"run": name}):
             return name
         check_env(spec.data)
         model = resolve(spec.model, spec.data, spec.seed, self.placement.folder)
+        check_teacher(spec, model, lake, name)
         row = {
             "run": name, "spec_fingerprint": spec.fingerprint(), "spec": spec.canonical(),
             "dataset": dataset_id(spec.data, spec.seed), "base_digest": model.digest, "code_version": code_hash(),

@@ -110,6 +110,11 @@ def read_architecture(folder: str) -> Architecture:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as err:
         raise ModelError(f"{path} cannot be read ({err}); give a folder in Hugging Face layout") from err
+    return architecture_of(config, path)
+
+
+def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
+    """The same from what the file holds; `path` is named in errors."""
     kind = config.get("model_type")
     if kind not in KINDS:
         raise ModelError(f"{path}: model_type {kind!r} is not supported; use one of type {', '.join(KINDS)}")

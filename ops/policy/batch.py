@@ -64,7 +64,9 @@ class Batch:
             whole: the model; part: what this rank has of it.
             invariant: a reply's bits do not depend on its company.
         """
-        self._cache = KVCache(part, CACHE_BYTES)
+        self._part = part
+        self._cache: KVCache | None = None
+        """Made at the first step, as it is in the dtype of the weights."""
         self._most_rows = max(1, MOST_LOGITS // whole.vocab)
         self._invariant = invariant
         self._waiting: deque[Reply] = deque()
@@ -107,6 +109,8 @@ class Batch:
 
     def _step(self, live: Live) -> Ended:
         """One forward pass over at least one token, when there is any request."""
+        if self._cache is None:
+            self._cache = KVCache(self._part, live.decoder.dtype, CACHE_BYTES)
         with row_bits(self._invariant):
             self._begin()
             feeding = self._schedule(live)

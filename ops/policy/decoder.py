@@ -5,6 +5,9 @@ The residual stream, norms, rotation and attention are float32; projections run 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Complex, Float, Int
@@ -14,6 +17,7 @@ from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.layer import Layer, NormWeight
 from furlong.ops.policy.packed_linear import PackedLinear
 from furlong.ops.policy.paged_attention import Plan
+from furlong.ops.policy.row_bits import threads_for_products
 from furlong.ops.policy.shard import WHOLE, Shard, Whole
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -50,20 +54,26 @@ class Decoder:
         head = EMBEDDING if architecture.tied else HEAD
         self._head = before._head if head in same else PackedLinear(tensors[head])
         self._final_norm = before._final_norm if FINAL_NORM in same else NormWeight(tensors[FINAL_NORM])
-        self._layers: list[Layer] = []
+        self.layers: list[Layer] = []
         for index in range(architecture.layers):
             names = Layer.names(architecture, index)
             kept = before is not None and set(names.values()) <= same
-            self._layers.append(before._layers[index] if kept else Layer(architecture, index, tensors))
+            self.layers.append(before.layers[index] if kept else Layer(architecture, index, tensors))
         D = architecture.head_dim
         # As transformers computes them: float32 throughout.
         self._frequencies = 1.0 / architecture.rope_theta ** (torch.arange(0, D, 2, dtype=torch.int64).float() / D)
-        query = torch.full((architecture.heads, 1), D**-0.5)
+        # Scores are logarithms to base 2, whose inverse is computed several times as fast.
+        query = torch.full((architecture.heads, 1), D**-0.5 * math.log2(math.e))
         self._head_scale = torch.cat([query, torch.ones(architecture.kv_heads, 1)])
         self._table = torch.empty((0, D // 2), dtype=torch.complex64)
 
     def served(self) -> dict[str, Tensor]:
-        """Every tensor by Hugging Face name, read back from the memory that the forward pass reads.
+        """All of `served_parts` at once."""
+        return {name: tensor for part in self.served_parts() for name, tensor in part.items()}
+
+    def served_parts(self) -> Iterator[dict[str, Tensor]]:
+        """Every tensor by Hugging Face name, read back from the memory that the forward pass reads, a layer at a time:
+        who needs each for a moment only spares the system the memory of all.
 
         Raises:
             WeightsError: the two copies of a tied embedding differ.
@@ -77,9 +87,9 @@ class Decoder:
                 f"the copies of {EMBEDDING} that tokens are looked up in and logits are computed with differ, so memory "
                 "was overwritten; load the weights again"
             )
-        for index, layer in enumerate(self._layers):
-            names |= layer.served(self.architecture, index)
-        return names
+        yield names
+        for index, layer in enumerate(self.layers):
+            yield layer.served(self.architecture, index)
 
     def step(
         self, tokens: Int[Tensor, " tokens"], plan: Plan, wanted: Int[Tensor, " wanted"]
@@ -94,31 +104,37 @@ class Decoder:
         Returns:
             logits, and the experts that each token went through, None when the model has none.
         """
+        with threads_for_products():
+            return self._step(tokens, plan, wanted)
+
+    def _step(self, tokens: Tensor, plan: Plan, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
         arch, N = self.architecture, self.architecture.heads
         x = self._share.embed(tokens, self.tensors[EMBEDDING])
-        turn = self._turns(plan.positions)
+        turn = self.turns(plan.positions)
         chosen = []
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             heads = layer.project(x, arch, turn)
-            seen = plan.attend(index, heads[:, :N], heads[:, N:])
-            picked = layer.finish(x, seen, arch, self._share)
+            layer.add_attention(x, plan.attend(index, heads[:, :N], heads[:, N:]), self._share)
+            picked = layer.add_block(x, arch, self._share)
             if picked is not None:
                 chosen.append(picked)
-        logits = self._logits(x[wanted]) if len(wanted) else torch.empty((0, arch.vocab))
+        logits = self.logits(x[wanted]) if len(wanted) else torch.empty((0, arch.vocab))
         return logits, torch.stack(chosen, dim=1) if chosen else None
 
-    def _turns(self, positions: Int[Tensor, " tokens"]) -> Complex[Tensor, "tokens rotated_heads pairs"]:
-        """exp(i position frequency) per rotated head, the query heads' times 1/sqrt(head_dim) (Su et al. 2021).
+    def turns(self, positions: Int[Tensor, " tokens"]) -> Complex[Tensor, "tokens rotated_heads pairs"]:
+        """exp(i position frequency) per rotated head, the query heads' times log2(e)/sqrt(head_dim) (Su et al. 2021).
 
         Tables are made in blocks of one size: vectorised functions treat what is left over of a vector otherwise.
         """
-        while len(self._table) <= int(positions.max()):
-            at = torch.arange(len(self._table), len(self._table) + _ROTATION_BLOCK)
+        table = self._table  # another thread may be lengthening it too
+        while len(table) <= int(positions.max()):
+            at = torch.arange(len(table), len(table) + _ROTATION_BLOCK)
             angles = at.float()[:, None] * self._frequencies
-            self._table = torch.cat([self._table, torch.complex(angles.cos(), angles.sin())])
-        return self._table[positions][:, None] * self._head_scale
+            table = torch.cat([table, torch.complex(angles.cos(), angles.sin())])
+        self._table = table
+        return table[positions][:, None] * self._head_scale
 
-    def _logits(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
+    def logits(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         normed = F.rms_norm(x, (x.shape[-1],), self._final_norm.wide, self.architecture.norm_eps)
         return self._share.complete(self._head(normed.to(self.dtype)))
 

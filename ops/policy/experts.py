@@ -33,13 +33,16 @@ class Experts:
         self._top_k, self._renormalised = arch.top_k, arch.renormalised
 
     def __call__(
-        self, normed: Float[Tensor, "tokens hidden"]
+        self, normed: Float[Tensor, "tokens hidden"], replayed: Int[Tensor, "tokens top_k"] | None = None
     ) -> tuple[Float[Tensor, "tokens hidden"], Int[Tensor, "tokens top_k"]]:
         """The weighted sum of each token's experts in float32, likeliest first, and which they were.
 
         Products are in the dtype of `normed`, which must be the weights'.
+
+        Args:
+            replayed: experts to go through, in the order of a choice made before; -1 where the router is to choose.
         """
-        shares, chosen = route(self._router(normed), self._top_k, self._renormalised)
+        shares, chosen = route(self._router(normed), self._top_k, self._renormalised, replayed)
         # All tokens of one expert together: its weights are read once.
         order = torch.argsort(chosen.flatten(), stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self._down)).tolist()
@@ -64,7 +67,10 @@ class Experts:
 
 
 def route(
-    logits: Float[Tensor, "tokens experts"], top_k: int, renormalised: bool
+    logits: Float[Tensor, "tokens experts"],
+    top_k: int,
+    renormalised: bool,
+    replayed: Int[Tensor, "tokens top_k"] | None = None,
 ) -> tuple[Float[Tensor, "tokens top_k"], Int[Tensor, "tokens top_k"]]:
     """Each token's experts, likeliest first and of equally likely ones the lowest id, and their shares in float32.
 
@@ -72,9 +78,13 @@ def route(
 
     Args:
         renormalised: divide a token's shares by their sum.
+        replayed: see `Experts.__call__`.
     """
-    likely, ids = torch.softmax(logits.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
-    shares, chosen = likely[:, :top_k], ids[:, :top_k].contiguous()
+    likely = torch.softmax(logits.float(), dim=-1)
+    chosen = likely.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    if replayed is not None:
+        chosen = torch.where(replayed >= 0, replayed, chosen)
+    shares = likely.gather(1, chosen)
     if renormalised:
         total = shares[:, 0]
         for nth in range(1, top_k):

@@ -24,8 +24,10 @@ class FeedForward:
         self._gate_up = PackedLinear(torch.cat([part["gate"], part["up"]]))
         self._down = PackedLinear(part["down"])
 
-    def __call__(self, normed: Float[Tensor, "tokens hidden"]) -> tuple[Float[Tensor, "tokens hidden"], None]:
-        """down(silu(gate) * up) in the dtype of `normed`; no experts were chosen."""
+    def __call__(
+        self, normed: Float[Tensor, "tokens hidden"], replayed: None = None
+    ) -> tuple[Float[Tensor, "tokens hidden"], None]:
+        """down(silu(gate) * up) in the dtype of `normed`; no experts were chosen, nor can any be replayed."""
         return self._down(gated(self._gate_up(normed))), None
 
     def served(self, arch: Architecture, index: int) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ Cutting the vocabulary rather than the rows means that each block of the head's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +16,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 LOGIT_BYTES = 8 * 2**20
 """At most this much for one block of float32 logits (or one block of 64 vocabulary entries, if that is more)."""
 
+Merge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(logsumexp of the logits at each place, their mean under the softmax, the logit of each token or 0 where another part has
+it) -> the same over all parts of the vocabulary."""
+
 
 def token_logprobs(
     hidden: Float[Tensor, "places hidden"],
@@ -23,6 +27,7 @@ def token_logprobs(
     place: Int[Tensor, " tokens"],
     target: Int[Tensor, " tokens"],
     temperature: float,
+    merge: Merge | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " places"]]:
     """Log-probability (nat) of `target` at `place`, and the entropy (nat) of the distribution at every place.
 
@@ -36,10 +41,13 @@ def token_logprobs(
         place: for each token, its row of `hidden`.
         target: token ids in [0, vocab).
         temperature: positive divisor of the logits.
+        merge: where `weight` is only a part of the vocabulary, turns this part's sums into those of all parts; `target`
+            then counts from the part's first token, is outside [0, vocab) for tokens of other parts, and the gradient of
+            `hidden` is this part's share.
     Returns:
         log-probabilities, differentiable in `hidden` and `weight`, and entropies, which are not.
     """
-    return _TokenLogprobs.apply(hidden, weight, place, target, temperature)
+    return _TokenLogprobs.apply(hidden, weight, place, target, temperature, merge)
 
 
 def _blocks(places: int, vocab: int, item: int) -> Iterator[slice]:
@@ -54,10 +62,46 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
+def gradients(
+    hidden: Float[Tensor, "places hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    place: Int[Tensor, " tokens"],
+    target: Int[Tensor, " tokens"],
+    total_R: Float[Tensor, " places"],
+    grad_T: Float[Tensor, " tokens"],
+    temperature: float,
+) -> tuple[Float[Tensor, "places hidden"], Float[Tensor, "vocab hidden"]]:
+    """Gradients of `hidden` and `weight`, given those of the log-probabilities that `token_logprobs` defines.
+
+    Args:
+        total_R: logsumexp(z) at each place.
+    """
+    R, V = hidden.shape[0], weight.shape[0]
+    grad_T = grad_T.to(total_R.dtype)
+    row_R = torch.zeros_like(total_R).index_add_(0, place, grad_T)
+    grad_hidden = torch.zeros(hidden.shape, dtype=total_R.dtype, device=hidden.device)
+    grad_weight = torch.empty_like(weight)
+    for block in _blocks(R, V, total_R.dtype.itemsize):
+        slope = _logits(hidden, weight[block], temperature)
+        slope.sub_(total_R[:, None]).exp_().mul_(-row_R[:, None])
+        inside = (target >= block.start) & (target < block.stop)
+        slope.index_put_((place[inside], target[inside] - block.start), grad_T[inside], accumulate=True)
+        slope = slope.div_(temperature).to(hidden.dtype)
+        grad_hidden += slope @ weight[block]
+        torch.mm(slope.t(), hidden, out=grad_weight[block])
+    return grad_hidden.to(hidden.dtype), grad_weight
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, place: Tensor, target: Tensor, temperature: float
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        place: Tensor,
+        target: Tensor,
+        temperature: float,
+        merge: Merge | None,
     ) -> tuple[Tensor, Tensor]:
         R, V = hidden.shape[0], weight.shape[0]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -77,6 +121,8 @@ class _TokenLogprobs(torch.autograd.Function):
             grown_R = torch.logaddexp(total_R, part_R)
             mean_R = mean_R * torch.exp(total_R - grown_R) + part_mean_R * torch.exp(part_R - grown_R)
             total_R = grown_R
+        if merge is not None:
+            total_R, mean_R, chosen_T = merge(total_R, mean_R, chosen_T)
         entropy_R = total_R - mean_R
         ctx.save_for_backward(hidden, weight, place, target, total_R)
         ctx.temperature = temperature
@@ -86,18 +132,4 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, place, target, total_R = ctx.saved_tensors
-        R, V = hidden.shape[0], weight.shape[0]
-        grad_T = grad_T.to(total_R.dtype)
-        row_R = torch.zeros_like(total_R).index_add_(0, place, grad_T)
-        grad_hidden = torch.zeros(hidden.shape, dtype=total_R.dtype, device=hidden.device)
-        grad_weight = torch.empty_like(weight)
-        for block in _blocks(R, V, total_R.dtype.itemsize):
-            slope = _logits(hidden, weight[block], ctx.temperature)
-            slope.sub_(total_R[:, None]).exp_().mul_(-row_R[:, None])
-            inside = (target >= block.start) & (target < block.stop)
-            slope.index_put_((place[inside], target[inside] - block.start), grad_T[inside], accumulate=True)
-            slope = slope.div_(ctx.temperature).to(hidden.dtype)
-            grad_hidden += slope @ weight[block]
-            torch.mm(slope.t(), hidden, out=grad_weight[block])
-        return grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+        return *gradients(*ctx.saved_tensors, grad_T, ctx.temperature), None, None, None, None

@@ -1,8 +1,8 @@
 """Memory for keys and values: pages of 64 tokens, of which those in use stay side by side.
 
 So attention of all replies reads one contiguous block per layer, and nothing is copied to gather it: when a page is
-given back, the last one in use takes its place. All is float32: at the sizes of a decode step the batched products are
-faster so, and nothing is rounded between projection and attention.
+given back, the last one in use takes its place. Numbers are kept in the dtype of the projections that made them: values
+as they are, keys rounded once after their rotation.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ class Held:
 class KVCache:
     """Pages of all replies under way."""
 
-    def __init__(self, arch: Architecture, most_bytes: int):
+    def __init__(self, arch: Architecture, dtype: torch.dtype, most_bytes: int):
         """
         Args:
             arch: of the weights, or of the part of them that this rank has.
+            dtype: of the weights.
             most_bytes: memory to use, at least one page; taken from the system as pages are first written.
         """
         # Longer rows hold zeros at their end, which change no product.
         self._shape = (arch.kv_heads, PAGE, arch.head_dim + -arch.head_dim % ALIGNED)
-        self._layers = arch.layers
-        page_bytes = 2 * arch.layers * torch.Size(self._shape).numel() * torch.float32.itemsize
+        self._layers, self._dtype = arch.layers, dtype
+        page_bytes = 2 * arch.layers * torch.Size(self._shape).numel() * dtype.itemsize
         self.used = 0
         self.slots: Int[np.ndarray, " pages"] = np.zeros(0, dtype=np.int64)
         """Which reply each page in use belongs to, by slot; the rest is undefined."""
@@ -114,7 +115,7 @@ class KVCache:
         keys_values: Float[Tensor, "tokens 2 kv_heads d"],
     ) -> None:
         """Store tokens at these places of pages in use."""
-        self._memory[layer][:, pages, :, offsets] = keys_values
+        self._memory[layer][:, pages, :, offsets] = keys_values.to(self._dtype)
 
     def keys(self, layer: int) -> Float[Tensor, "used kv_heads page d"]:
         return self._memory[layer, 0, : self.used]
@@ -126,7 +127,7 @@ class KVCache:
         if pages == self._pages:
             return
         old = self._memory
-        self._memory = torch.empty((self._layers, 2, pages, *self._shape))
+        self._memory = torch.empty((self._layers, 2, pages, *self._shape), dtype=self._dtype)
         if self.used:
             self._memory[:, :, : self.used] = old[:, :, : self.used]
         self.slots = np.resize(self.slots, pages)

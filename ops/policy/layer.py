@@ -61,7 +61,7 @@ class Layer:
         self._out = PackedLinear(part["o"])
         self._block = _block(arch, index)(arch, index, tensors)
         self._norm1, self._norm2 = NormWeight(part["norm1"]), NormWeight(part["norm2"])
-        self._head_norms = [NormWeight(part[f"{p}_norm"][_pairs(arch.head_dim)]) for p in ("q", "k") if arch.qk_norm]
+        self._head_norms = [NormWeight(part[f"{p}_norm"][in_pairs(arch.head_dim)]) for p in ("q", "k") if arch.qk_norm]
         self._dtype = part["o"].dtype
 
     def project(
@@ -79,21 +79,28 @@ class Layer:
         torch.view_as_complex(heads.view(len(x), N + 2 * K, D // 2, 2))[:, : N + K].mul_(turn)
         return heads
 
-    def finish(
+    def add_attention(
+        self, x: Float[Tensor, "tokens hidden"], seen: Float[Tensor, "tokens heads_d"], share: Whole | Shard
+    ) -> None:
+        """Add the attention output to the residual stream, in place."""
+        x += share.total(self._out(seen.to(self._dtype)))
+
+    def add_block(
         self,
         x: Float[Tensor, "tokens hidden"],
-        seen: Float[Tensor, "tokens heads_d"],
         arch: Architecture,
         share: Whole | Shard,
+        replayed: Int[Tensor, "tokens top_k"] | None = None,
     ) -> Int[Tensor, "tokens top_k"] | None:
-        """Add the attention output and the feed-forward block or the experts to the residual stream, in place.
+        """Add the feed-forward block or the experts to the residual stream, in place.
 
+        Args:
+            replayed: see `Experts.__call__`.
         Returns:
             the experts that each token went through, likeliest first; None when the layer has none.
         """
-        x += share.total(self._out(seen.to(self._dtype)))
         normed = F.rms_norm(x, x.shape[-1:], self._norm2.wide, arch.norm_eps).to(self._dtype)
-        out, chosen = self._block(normed)
+        out, chosen = self._block(normed, replayed)
         x += share.total(out)
         return chosen
 
@@ -108,7 +115,7 @@ class Layer:
         if self._qkv.bias is not None:
             pieces = self._qkv.bias[back].split(widths)
             parts |= {f"{p}_bias": piece for p, piece in zip(_QKV, pieces, strict=True)}
-        pairs_back = torch.argsort(_pairs(arch.head_dim))
+        pairs_back = torch.argsort(in_pairs(arch.head_dim))
         for p, norm in zip(("q", "k"), self._head_norms, strict=False):
             parts[f"{p}_norm"] = norm.published()[pairs_back]
         return {name[part]: tensor for part, tensor in parts.items()} | self._block.served(arch, index)
@@ -118,7 +125,7 @@ def _block(arch: Architecture, index: int) -> type[FeedForward | Experts]:
     return Experts if index in arch.expert_layers else FeedForward
 
 
-def _pairs(head_dim: int) -> Int[Tensor, " d"]:
+def in_pairs(head_dim: int) -> Int[Tensor, " d"]:
     """0, d/2, 1, d/2 + 1, ...: Hugging Face weights rotate element i with element i + d/2."""
     return torch.arange(head_dim).view(2, head_dim // 2).T.reshape(-1)
 
@@ -128,4 +135,4 @@ def _pair_order(arch: Architecture) -> Int[Tensor, " qkv_rows"]:
     turned = arch.heads + arch.kv_heads
     starts = torch.arange(turned)[:, None] * arch.head_dim
     values = torch.arange(turned * arch.head_dim, (turned + arch.kv_heads) * arch.head_dim)
-    return torch.cat([(starts + _pairs(arch.head_dim)).reshape(-1), values])
+    return torch.cat([(starts + in_pairs(arch.head_dim)).reshape(-1), values])

@@ -17,10 +17,14 @@ class Live:
     decoder: Decoder
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of drafts and adapters, by name: held and published like the decoder's, not used by it."""
+    base: dict[str, Tensor] = field(default_factory=dict)
+    """The published form of weights that the decoder has merged with adapters, by name."""
+    merged: dict[str, str] = field(default_factory=dict)
+    """Digests of those weights as they came out of the merge, before the decoder laid them out."""
     serial: int = 0
     """Unique within an engine, as a version may be loaded more than once; ranks refer to weights by it."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Everything held, by Hugging Face name."""
-        return self.decoder.tensors | self.extras
+        """Everything held, as published, by Hugging Face name."""
+        return self.decoder.tensors | self.base | self.extras

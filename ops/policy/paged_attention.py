@@ -1,27 +1,28 @@
 """Attention of a step's tokens to their replies' pages, the same bits for a token whatever else the step computes.
 
-Scores, exponentials and weighted values are computed page by page, which have one size, and combined in the order of
-the pages (the online softmax of Milakov and Gimelshein 2018). Keys that a token does not see add exactly nothing. So
-neither company nor the way a reply came to its length, token by token or in chunks, changes anything.
+Scores are computed page by page, which have one size; the largest of all of a token's scores is taken off, and weights
+and weighted values are summed within each page, then in the order of the pages. Keys that a token does not see add
+exactly nothing. So neither company nor the way a reply came to its length, token by token or in chunks, changes anything.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from furlong.ops.policy.kv_cache import PAGE, Held, KVCache, pages_of
-from furlong.ops.policy.row_bits import ALIGNED, STEP, Product, by_rows, cancelling
+from furlong.ops.policy.row_bits import ALIGNED, STEP, Product, alone, by_rows, cancelling
 
-WIDTH = 32
-"""Tokens of a chunk that are attended with together."""
-_LOWEST = -1e30
-"""Stands for the largest score of a page of which a token sees nothing: finite, so that differences are."""
+WIDTH = 16
+"""Chunks are filled up to a multiple of this many tokens, and those of one such length are attended with together."""
+BLOCK = 64
+"""Pages widened to float32 at a time, so that they are still in the processor's cache when they are multiplied with."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,15 @@ class Plan:
         self._parts = []
         if self._singles:
             self._parts.append(_tiles_of_singles(spans[: self._singles], cache))
-        if self._singles < len(spans):
-            self._parts.append(_tiles_of_chunks(spans[self._singles :]))
+        chunks = spans[self._singles :]
+        starts = np.cumsum([self._singles, *(span.count for span in chunks)])
+        lengths = np.array([span.count + -span.count % WIDTH for span in chunks])
+        for length in np.unique(lengths).tolist():
+            mine = np.flatnonzero(lengths == length).tolist()
+            self._parts.append(_tiles_of_chunks([chunks[i] for i in mine], starts[mine], length))
+        self._back = None
+        if len(self._parts) > 1:
+            self._back = torch.from_numpy(np.argsort(np.concatenate([tiles.tokens for tiles in self._parts])))
 
     def attend(
         self,
@@ -64,52 +72,47 @@ class Plan:
         queries: Float[Tensor, "tokens heads d"],
         keys_values: Float[Tensor, "tokens two_kv_heads d"],
     ) -> Float[Tensor, "tokens heads_d"]:
-        """Store the tokens' keys and values, then attend to everything up to each token; queries come scaled."""
+        """Store the tokens' keys and values, then attend to everything up to each token.
+
+        Args:
+            queries: scaled, so that a score is the logarithm to base 2 of a weight.
+        """
         T, N, size = queries.shape
         if more := -size % ALIGNED:
             queries, keys_values = F.pad(queries, (0, more)), F.pad(keys_values, (0, more))
         K, D = keys_values.shape[1] // 2, size + more
-        self._cache.write(layer, self._pages, self._offsets, keys_values.reshape(T, 2, K, D))
-        folded = queries.reshape(T, K, N // K, D).split([tiles.tokens for tiles in self._parts])
-        parts = [self._attend(layer, some, tiles) for some, tiles in zip(folded, self._parts, strict=True)]
-        seen = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return seen[..., :size].reshape(T, N * size)
-
-    def _attend(
-        self, layer: int, queries: Float[Tensor, "n kv_heads group d"], tiles: _Tiles
-    ) -> Float[Tensor, "n kv_heads group d"]:
-        _, K, G, D = queries.shape
-        width = tiles.table.shape[1]
-        rows = queries[tiles.table].transpose(1, 2).reshape(len(tiles.table), K, width * G, D)
-        rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % STEP))
+        self._cache.write(layer, self._pages, self._offsets, keys_values.view(T, 2, K, D))
+        queries = queries.view(T, K, N // K, D)
         keys, values = self._cache.keys(layer), self._cache.values(layer)
-        if tiles.pages is not None:
-            keys, values = keys[tiles.pages], values[tiles.pages]
-        hidden = tiles.hidden if width == 1 else tiles.hidden.repeat_interleave(G, dim=2)
-        largest, total, seen = _weigh(rows[tiles.rows], keys, values, hidden)
-        turns = [(largest[pages], total[pages], seen[pages]) for pages in tiles.turns]
-        found = _combine(turns)[tiles.back].view(len(tiles.table), K, -1, D)[:, :, : width * G]
-        return found.reshape(-1, K, width, G, D).transpose(1, 2).reshape(-1, K, G, D)[tiles.valid]
+        parts = [_attend(queries, keys, values, tiles) for tiles in self._parts]
+        seen = parts[0] if self._back is None else torch.cat(parts).index_select(0, self._back)
+        return seen[..., :size].reshape(T, N * size)
 
 
 @dataclass(frozen=True)
 class _Tiles:
     """Queries in tiles of one width, and for each tile the pages it sees."""
 
-    tokens: int
-    table: Int[Tensor, "tiles width"]
-    """Which token each place of a tile is for; any, where a span has ended."""
+    tokens: Int[np.ndarray, " tokens"]
+    """Which of the step's tokens these are."""
+    table: Int[Tensor, " places"]
+    """Which token each place of the tiles is for; any, where a span has ended."""
     valid: Int[Tensor, " tokens"]
-    """Where in the table each token is."""
+    """Which place each token has."""
+    width: int
+    """Places per tile."""
     rows: Int[Tensor, " pairs"]
     """The tile of each pair of tile and page; any, for pages of other replies."""
     pages: Int[Tensor, " pairs"] | None
     """Its page; None when pairs are all pages in use, in their order."""
-    hidden: Bool[Tensor, "pairs 1 width page"]
-    turns: list[Int[Tensor, " some"]]
-    """The pairs of all tiles' first pages, of the second pages of those that see any, ..., most pages first."""
-    back: Int[Tensor, " tiles"]
-    """Where each tile is in that order."""
+    hidden: Float[Tensor, "pairs 1 width page"]
+    """What is added to scores: 0, and -infinity where a key comes after the query."""
+    bags: Int[Tensor, " seen_pairs"]
+    """The pairs of each tile in the order of their pages, tile after tile."""
+    starts: Int[Tensor, " tiles"]
+    """Where those of each tile begin."""
+    grid: Int[Tensor, " tiles_most"] | None
+    """As many pairs of each tile as the largest has, some repeated; None when all have one."""
 
 
 def _tiles_of_singles(spans: list[Span], cache: KVCache) -> _Tiles:
@@ -118,30 +121,32 @@ def _tiles_of_singles(spans: list[Span], cache: KVCache) -> _Tiles:
     row_of = np.full(cache.most_slots, -1)
     row_of[[span.held.slot for span in spans]] = np.arange(len(spans))
     rows, ordinals = row_of[cache.slots[: cache.used]], cache.ordinals[: cache.used]
-    table, positions = np.arange(len(spans))[:, None], np.array([[span.first] for span in spans])
-    return _arranged(table, positions, table[:, 0], rows, ordinals, None)
+    tokens = np.arange(len(spans))
+    return _arranged(tokens, tokens[:, None], np.array([[span.first] for span in spans]), tokens, rows, ordinals, None)
 
 
-def _tiles_of_chunks(spans: list[Span]) -> _Tiles:
-    table, positions, rows, ordinals, pages, valid = [], [], [], [], [], []
-    start = 0
-    for span in spans:
-        for at in range(0, span.count, WIDTH):
-            count = min(WIDTH, span.count - at)
-            place = np.minimum(np.arange(WIDTH), count - 1) + at
-            valid.append(len(table) * WIDTH + np.arange(count))
-            seen = pages_of(span.first + at + count)
-            rows.append(np.full(seen, len(table)))
-            ordinals.append(np.arange(seen))
-            pages.append(span.held.pages[:seen])
-            table.append(start + place)
-            positions.append(span.first + place)
-        start += span.count
-    pairs = (np.concatenate(rows), np.concatenate(ordinals), np.concatenate(pages))
-    return _arranged(np.stack(table), np.stack(positions), np.concatenate(valid), *pairs)
+def _tiles_of_chunks(spans: list[Span], starts: Int[np.ndarray, " spans"], width: int) -> _Tiles:
+    """A tile for each span.
+
+    Args:
+        starts: which of the step's tokens each span begins with.
+    """
+    counts = np.array([span.count for span in spans])
+    place = np.minimum(np.arange(width), counts[:, None] - 1)
+    seen = [pages_of(span.first + span.count) for span in spans]
+    return _arranged(
+        tokens=np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)]),
+        table=starts[:, None] + place,
+        positions=np.array([span.first for span in spans])[:, None] + place,
+        valid=np.concatenate([at * width + np.arange(count) for at, count in enumerate(counts)]),
+        rows=np.repeat(np.arange(len(spans)), seen),
+        ordinals=np.concatenate([np.arange(some) for some in seen]),
+        pages=np.concatenate([span.held.pages[:some] for span, some in zip(spans, seen, strict=True)]),
+    )
 
 
 def _arranged(
+    tokens: Int[np.ndarray, " tokens"],
     table: Int[np.ndarray, "tiles width"],
     positions: Int[np.ndarray, "tiles width"],
     valid: Int[np.ndarray, " tokens"],
@@ -154,69 +159,106 @@ def _arranged(
         positions: of the tokens in the table; rows: the tile of each pair, -1 for none; ordinals: of its page.
     """
     counts = positions.max(axis=1) // PAGE + 1
-    order = np.argsort(-counts, kind="stable")
-    pair_of = np.zeros((len(table), int(counts.max())), dtype=np.int64)
+    most = int(counts.max())
+    pair_of = np.zeros((len(table), most), dtype=np.int64)
     # A reply may hold a page beyond its length, when one was put by for its next token.
     mine = (rows >= 0) & (ordinals < counts[rows])
     pair_of[rows[mine], ordinals[mine]] = np.flatnonzero(mine)
-    turns = [pair_of[order[: (counts > turn).sum()], turn] for turn in range(pair_of.shape[1])]
-    back = np.empty_like(order)
-    back[order] = np.arange(len(order))
+    there = np.arange(most) < counts[:, None]
     last_seen = positions[np.maximum(rows, 0)] - ordinals[:, None] * PAGE
+    hidden = np.where(np.arange(PAGE) > last_seen[..., None], np.float32(-np.inf), np.float32(0.0))
     return _Tiles(
-        tokens=len(valid),
-        table=torch.from_numpy(table),
+        tokens=tokens,
+        table=torch.from_numpy(table.ravel()),
         valid=torch.from_numpy(valid),
+        width=table.shape[1],
         rows=torch.from_numpy(np.maximum(rows, 0)),
         pages=None if pages is None else torch.from_numpy(pages),
-        hidden=torch.from_numpy(np.arange(PAGE) > last_seen[..., None])[:, None],
-        turns=[torch.from_numpy(turn) for turn in turns],
-        back=torch.from_numpy(back),
+        hidden=torch.from_numpy(hidden)[:, None],
+        bags=torch.from_numpy(pair_of[there]),
+        starts=torch.from_numpy(np.cumsum(counts) - counts),
+        grid=torch.from_numpy(np.where(there, pair_of, pair_of[:, :1]).ravel()) if most > 1 else None,
     )
 
 
-def _weigh(
-    queries: Float[Tensor, "pairs kv_heads rows d"],
+def _attend(
+    queries: Float[Tensor, "tokens kv_heads group d"],
+    keys: Float[Tensor, "used kv_heads page d"],
+    values: Float[Tensor, "used kv_heads page d"],
+    tiles: _Tiles,
+) -> Float[Tensor, "n kv_heads group d"]:
+    _, K, G, D = queries.shape
+    W = tiles.width
+    if tiles.pages is None:
+        rows = queries[: len(tiles.table)]
+    else:
+        rows = queries.index_select(0, tiles.table).view(-1, W, K, G, D).transpose(1, 2).reshape(-1, K, W * G, D)
+        keys, values = keys.index_select(0, tiles.pages), values.index_select(0, tiles.pages)
+    rows = F.pad(rows, (0, 0, 0, -W * G % STEP))
+    hidden = tiles.hidden if W == 1 else tiles.hidden.repeat_interleave(G, dim=2)
+    seen = weighted(rows, keys, values, hidden, tiles)[:, :, : W * G]
+    if tiles.pages is None:
+        return seen
+    return seen.view(-1, K, W, G, D).transpose(1, 2).reshape(-1, K, G, D).index_select(0, tiles.valid)
+
+
+def weighted(
+    queries: Float[Tensor, "tiles kv_heads rows d"],
     keys: Float[Tensor, "pairs kv_heads page d"],
     values: Float[Tensor, "pairs kv_heads page d"],
-    hidden: Bool[Tensor, "pairs 1 some_rows page"],
-) -> tuple[Float[Tensor, "pairs all_rows"], Float[Tensor, "pairs all_rows"], Float[Tensor, "pairs all_rows d"]]:
-    """For each page alone: the largest score, the sum of exp(score - largest), and the values weighted by that."""
-    U, K, R, D = queries.shape
-    k, v = keys.reshape(U * K, PAGE, D), values.reshape(U * K, PAGE, D)
-    scores = _batched(queries.reshape(U * K, R, D), k.transpose(1, 2)).view(U, K, R, PAGE)
-    scores = scores.masked_fill_(hidden, float("-inf")).view(U, K * R, PAGE)
-    largest = scores.amax(dim=-1).clamp_(min=_LOWEST)
-    shares = scores.sub_(largest[..., None]).exp_()
-    total = shares.sum(dim=-1)
-    seen = _batched(shares.view(U * K, R, PAGE), v).view(U, K * R, D)
-    return largest, total, seen
+    hidden: Float[Tensor, "pairs 1 some_rows page"],
+    tiles: _Tiles,
+) -> Float[Tensor, "tiles kv_heads rows d"]:
+    """sum_i 2^(s_i - max s) v_i / sum_i 2^(s_i - max s): both sums within each page, then page after page."""
+    U, K, _, D = keys.shape
+    R = queries.shape[2]
+    spread = queries.flatten(1).index_select(0, tiles.rows).view(U * K, R, D)
+    scores = _times(spread, keys, turned=True).view(U, K, R, PAGE)
+    scores = scores.add_(hidden).view(U, K * R, PAGE)
+    largest = scores.amax(dim=-1)
+    if tiles.grid is not None:
+        largest = largest.index_select(0, tiles.grid).view(len(queries), -1, K * R).amax(dim=1)
+        largest = largest.index_select(0, tiles.rows)
+    shares = alone(scores.sub_(largest[..., None]).exp2_)
+    total = _by_pages(shares.sum(dim=-1), tiles)
+    seen = _times(shares.view(U * K, R, PAGE), values, turned=False)
+    seen = _by_pages(seen.view(U, K * R * D), tiles)
+    return seen.view(-1, K * R, D).div_(total[..., None]).view(-1, K, R, D)
 
 
-def _combine(turns: list[tuple[Tensor, Tensor, Tensor]]) -> Float[Tensor, "all rows d"]:
-    """Pages of each tile in their order; each turn is of the tiles that see that page, the first of those before."""
-    if len(turns) == 1:
-        _, total, seen = turns[0]
-        return seen / total[..., None]
-    top = turns[0][0].clone()
-    for largest, _, _ in turns[1:]:
-        some = top[: len(largest)]
-        torch.maximum(some, largest, out=some)
-    summed, weighted = torch.zeros_like(turns[0][1]), torch.zeros_like(turns[0][2])
-    for largest, total, seen in turns:
-        scale = (largest - top[: len(largest)]).exp_()
-        summed[: len(largest)] += total * scale
-        weighted[: len(largest)] += seen * scale[..., None]
-    return weighted / summed[..., None]
+def _by_pages(terms: Float[Tensor, "pairs n"], tiles: _Tiles) -> Float[Tensor, "tiles n"]:
+    """The sum over each tile's pages, from the first to the last one."""
+    return torch.embedding_bag(terms, tiles.bags, tiles.starts)[0]
 
 
-def _batched(x: Float[Tensor, "batch rows n"], y: Float[Tensor, "batch n m"]) -> Float[Tensor, "batch rows m"]:
-    kind = ("bmm", x.shape[2], y.shape[2], y.is_contiguous())
-    return by_rows(lambda rows: torch.bmm(rows, y), x, kind, lambda rows: _probe(rows, y))
+def _times(
+    x: Float[Tensor, "pairs_kv_heads rows n"], pages: Float[Tensor, "pairs kv_heads page d"], turned: bool
+) -> Float[Tensor, "pairs_kv_heads rows m"]:
+    """x times each page's keys or values, in float32; transposed when `turned`."""
+    terms, columns = pages.shape[:1:-1] if turned else pages.shape[2:]
+    kind = ("pages", terms, columns, turned)
+    return by_rows(
+        lambda rows: _product(rows, pages, turned), x, kind, lambda rows: _probe(rows, terms, columns, turned)
+    )
 
 
-def _probe(rows: int, y: Tensor) -> tuple[Product, Tensor]:
-    x, other = cancelling(rows, y.shape[2], y.shape[1], torch.float32)
-    twin = other.expand(3, -1, -1).contiguous()
-    twin = twin.transpose(1, 2) if not y.is_contiguous() else twin.transpose(1, 2).contiguous()
-    return lambda some: torch.bmm(some, twin), x.expand(3, -1, -1)
+def _product(x: Tensor, pages: Tensor, turned: bool) -> Tensor:
+    U, K, P, D = pages.shape
+    if pages.dtype == torch.float32:
+        whole = pages.view(U * K, P, D)
+        return torch.bmm(x, whole.transpose(1, 2) if turned else whole)
+    found = x.new_empty((U * K, x.shape[1], P if turned else D))
+    wide = x.new_empty((min(U, BLOCK) * K, P, D))
+    for at in range(0, U, BLOCK):
+        some = slice(at * K, min(at + BLOCK, U) * K)
+        block = wide[: some.stop - some.start]
+        # Memory, not arithmetic, is what this waits for.
+        alone(partial(block.copy_, pages[at : at + BLOCK].view(-1, P, D)))
+        torch.bmm(x[some], block.transpose(1, 2) if turned else block, out=found[some])
+    return found
+
+
+def _probe(rows: int, terms: int, columns: int, turned: bool) -> tuple[Product, Tensor]:
+    x, other = cancelling(rows, columns, terms, torch.float32)
+    pages = (other if turned else other.T.contiguous()).expand(1, 3, -1, -1).contiguous()
+    return lambda some: _product(some, pages, turned), x.expand(3, -1, -1)

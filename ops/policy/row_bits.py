@@ -23,6 +23,7 @@ STEP, FEW, MORE_STEP = 4, 64, 16
 MOST = 512
 """Most rows of one product; more are cut, so that there are finitely many counts to probe."""
 _ON: ContextVar[bool] = ContextVar("row_bits", default=True)
+_THREADS: ContextVar[int] = ContextVar("threads", default=0)
 _AGREES: dict[Hashable, bool] = {}
 
 ALIGNED = 16
@@ -42,6 +43,43 @@ def row_bits(on: bool) -> Iterator[None]:
         _ON.reset(token)
 
 
+@contextmanager
+def threads_for_products() -> Iterator[None]:
+    """Within, PyTorch's other threads take part in products only: to wake them takes longer than most of what is computed
+    between two products."""
+    threads = torch.get_num_threads()
+    token = _THREADS.set(threads)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        _THREADS.reset(token)
+
+
+def _with_threads(product: Product, x: Tensor) -> Tensor:
+    if _THREADS.get() <= 1:
+        return product(x)
+    torch.set_num_threads(_THREADS.get())
+    try:
+        return product(x)
+    finally:
+        torch.set_num_threads(1)
+
+
+def alone(compute: Callable[[], Tensor]) -> Tensor:
+    """compute() on this thread only: what one thread's share leaves over of a vector, some functions compute in another
+    way, so where shares end would be seen in the last bit."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return compute()
+    torch.set_num_threads(1)
+    try:
+        return compute()
+    finally:
+        torch.set_num_threads(threads)
+
+
 def by_rows(
     product: Product, x: Float[Tensor, "*batch rows n"], kind: Hashable, probe: Callable[[int], tuple[Product, Tensor]]
 ) -> Float[Tensor, "*batch rows m"]:
@@ -53,26 +91,26 @@ def by_rows(
     """
     rows = x.shape[-2]
     if not _ON.get() or not rows:
-        return product(x)
+        return _with_threads(product, x)
     if rows > MOST:
         return torch.cat([by_rows(product, some, kind, probe) for some in x.split(MOST, dim=-2)], dim=-2)
     count = rows + -rows % (STEP if rows <= FEW else MORE_STEP)
     if count != TILE and not _agrees(kind, count, probe):
         return _in_tiles(product, x)
-    return product(_filled(x, count))[..., :rows, :]
+    return _with_threads(product, _filled(x, count))[..., :rows, :]
 
 
 def _agrees(kind: Hashable, count: int, probe: Callable[[int], tuple[Product, Tensor]]) -> bool:
-    key = (kind, count, torch.get_num_threads())
+    key = (kind, count, _THREADS.get() or torch.get_num_threads())
     if key not in _AGREES:
         product, x = probe(count)
         # Turned over, so that a row's place among the others is found to make no difference either.
-        _AGREES[key] = torch.equal(product(x), _in_tiles(product, x.flip(-2)).flip(-2))
+        _AGREES[key] = torch.equal(_with_threads(product, x), _in_tiles(product, x.flip(-2)).flip(-2))
     return _AGREES[key]
 
 
 def _in_tiles(product: Product, x: Tensor) -> Tensor:
-    parts = [product(_filled(some, TILE))[..., : some.shape[-2], :] for some in x.split(TILE, dim=-2)]
+    parts = [_with_threads(product, _filled(some, TILE))[..., : some.shape[-2], :] for some in x.split(TILE, dim=-2)]
     return torch.cat(parts, dim=-2)
 
 

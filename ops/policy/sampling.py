@@ -90,30 +90,45 @@ def _draw_chunk(logits_BV: Tensor, rules: Rules, numbers: Tensor) -> tuple[Tenso
     finite = logits_BV.sum(dim=-1).isfinite()
     heated = (rules.temperatures != 1) & ~greedy
     cut = _cuts(rules) & ~greedy
-    chances = _blocks(torch.softmax(logits_BV, dim=-1), 0.0)
+    chances = chances_of(logits_BV, 1.0)
     own = chances
     if heated.any() or cut.any():
         chances = chances.clone()
     if heated.any():
-        scaled = logits_BV[heated] / torch.from_numpy(rules.temperatures[heated])[:, None]
-        chances[heated] = _blocks(torch.softmax(scaled, dim=-1), 0.0)
+        chances[heated] = chances_of(logits_BV[heated], torch.from_numpy(rules.temperatures[heated])[:, None])
     if cut.any():
         chances[cut] = _kept(chances[cut], rules.of(cut))
     masses = chances.sum(dim=-1).double()
     tokens = _invert(chances, masses, numbers)
     if greedy.any():
         tokens[greedy] = _argmax(_blocks(logits_BV[greedy], float("-inf")))
-    logprobs = torch.where(finite, _logprobs(chances, masses, tokens), torch.nan)
+    rows = torch.arange(len(tokens))
+    logprobs = torch.where(finite, _logprobs(chances, masses, tokens, rows), torch.nan)
     if own is chances:
         return tokens, logprobs, logprobs
-    return tokens, logprobs, torch.where(finite, _logprobs(own, own.sum(dim=-1).double(), tokens), torch.nan)
+    return tokens, logprobs, torch.where(finite, logprobs_of(own, tokens, rows), torch.nan)
 
 
-def _logprobs(chances: Tensor, masses: Tensor, tokens: Tensor) -> Float[Tensor, " b"]:
-    chosen = chances.flatten(1).gather(1, tokens[:, None]).squeeze(1).double()
+def chances_of(
+    logits: Float[Tensor, "b vocab"], temperature: float | Float[Tensor, "b 1"]
+) -> Float[Tensor, "b blocks n"]:
+    """softmax(logits / temperature) in float32, filled up with zeros to whole blocks."""
+    scaled = logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
+    return _blocks(torch.softmax(scaled, dim=-1), 0.0)
+
+
+def logprobs_of(
+    chances: Float[Tensor, "b blocks n"], tokens: Int[Tensor, " t"], rows: Int[Tensor, " t"]
+) -> Float[Tensor, " t"]:
+    """Log-probability (nat, float64) of each token under the row of `chances` that it was drawn from."""
+    return _logprobs(chances, chances.sum(dim=-1).double(), tokens, rows)
+
+
+def _logprobs(chances: Tensor, masses: Tensor, tokens: Tensor, rows: Tensor) -> Float[Tensor, " t"]:
+    chosen = chances.flatten(1)[rows, tokens].double()
     # float32 shares sum to 1 within rounding only; their float64 sum takes that error out of the logarithm. A clamp
     # keeps NaN, so that it is seen.
-    return (chosen / masses.sum(dim=-1)).log().clamp(max=0.0)
+    return (chosen / masses.sum(dim=-1)[rows]).log().clamp(max=0.0)
 
 
 def _cuts(rules: Rules) -> Bool[np.ndarray, " rows"]:

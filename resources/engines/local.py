@@ -17,6 +17,7 @@ from furlong.ops.policy.checkpoint import DTYPES
 from furlong.ops.policy.generate import check_requests
 from furlong.ops.policy.live import Live
 from furlong.ops.policy.packed_linear import kernel_name
+from furlong.ops.policy.score import Scored, score
 from furlong.ops.protocols import Attestation, GenerateRequest, Sample
 from furlong.ops.weights.delta import DeltaError
 from furlong.ops.weights.digest import weights_digest
@@ -147,6 +148,13 @@ class LocalEngine:
                 self._gate.abort(names)
                 self._gate.wait_finished(names, LOOK_SECONDS)
                 raise
+
+    def score(self, rows: list[Scored], temperature: float) -> list[list[float]]:
+        """See `Engine.score`; errors as of `ops.policy.score.score`, and EngineError for a split model."""
+        if self._tp > 1:
+            raise EngineError(f"an engine of tp={self._tp} processes does not score; start one of tp=1 to score with")
+        with self._changing(None):
+            return score(self._gate.live.decoder, rows, temperature, self._invariant)
 
     def abort(self, request_ids: list[str] | None = None) -> int:
         self._ranks.check()

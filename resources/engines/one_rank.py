@@ -52,9 +52,11 @@ class OneRank:
 
     def digests(self, live: Live) -> dict[str, str]:
         """Digest of every tensor, read back from the memory that the forward pass reads."""
-        tensors = self._rank.served(live)
+        found: dict[str, str] = {}
         with ThreadPoolExecutor(self._threads) as pool:
-            return dict(zip(tensors, pool.map(tensor_digest, tensors.values()), strict=True))
+            for part in self._rank.served_parts(live):
+                found |= dict(zip(part, pool.map(tensor_digest, part.values()), strict=True))
+        return found
 
     @property
     def waiting(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor
 
 from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.checkpoint import is_extra, read_tensors
-from furlong.ops.policy.decoder import Decoder
+from furlong.ops.policy.decoder import Decoder, WeightsError
 from furlong.ops.policy.live import Live
+from furlong.ops.policy.lora import SCALE, adapters_of, merge, names_of
 from furlong.ops.policy.shard import WHOLE, Exchange, Shard, part_of, pieces
 from furlong.ops.weights.delta import apply
+from furlong.ops.weights.digest import tensor_digest
 from furlong.ops.weights.layout import Offer, whole_piece
 
 
@@ -34,6 +36,7 @@ class Rank:
         self._number = rank
         self._part = part_of(architecture, rank, size)
         self._pieces = pieces(architecture, rank, size)
+        self._shapes = architecture.shapes()
         self._share = WHOLE if exchange is None else Shard(architecture, rank, size, exchange)
         self._made: list[Live] = []
         self._spare: dict[str, Tensor] = {}
@@ -69,8 +72,26 @@ class Rank:
         return self._make(offer.version, slabs, base, serial)
 
     def served(self, live: Live) -> dict[str, Tensor]:
-        """This rank's piece of every tensor, read back from the memory that the forward pass reads."""
-        return live.decoder.served() | live.extras
+        """All of `served_parts` at once."""
+        return {name: tensor for part in self.served_parts(live) for name, tensor in part.items()}
+
+    def served_parts(self, live: Live) -> Iterator[dict[str, Tensor]]:
+        """This rank's piece of every tensor, read back from the memory that the forward pass reads, a layer at a time.
+
+        Of a weight with an adapter, what was published, once the merged one is found to be what came of it.
+
+        Raises:
+            WeightsError: it is not.
+        """
+        for part in live.decoder.served_parts():
+            for name in part.keys() & live.merged.keys():
+                if tensor_digest(part[name]) != live.merged[name]:
+                    raise WeightsError(
+                        f"{name} of version {live.version} is not what it became when its adapter was merged, so memory "
+                        "was overwritten; load the weights again"
+                    )
+            yield {name: live.base.get(name, tensor) for name, tensor in part.items()}
+        yield live.extras
 
     def _apply(
         self, deltas: pa.Table, tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None
@@ -82,6 +103,16 @@ class Rank:
     def _make(self, version: int, tensors: dict[str, Tensor], base: Live | None, serial: int) -> Live:
         extras = {name: tensor for name, tensor in tensors.items() if is_extra(name)}
         policy = {name: tensor for name, tensor in tensors.items() if name not in extras}
-        decoder = Decoder(self._part, policy, base.decoder if base else None, self._share)
-        self._made.append(Live(version, decoder, extras, serial))
+        before = base.base | base.extras if base else {}
+        published, merged, digests = {}, {}, {}
+        for name, adapter in adapters_of(extras, self._shapes).items():
+            published[name] = policy[name]
+            if all(before.get(part) is tensors[part] for part in (name, *names_of(name), SCALE)):
+                # Its digest too: what was overwritten since must not be taken for what it became.
+                merged[name], digests[name] = base.decoder.tensors[name], base.merged[name]
+                continue
+            merged[name] = merge(policy[name], adapter.cut(self._pieces[name]))
+            digests[name] = tensor_digest(merged[name])
+        decoder = Decoder(self._part, policy | merged, base.decoder if base else None, self._share)
+        self._made.append(Live(version, decoder, extras, published, digests, serial))
         return self._made[-1]

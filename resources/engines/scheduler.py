@@ -88,9 +88,12 @@ class Scheduler:
         until = time.monotonic() + IDLE_SECONDS
         with self._changed:
             while not self._submitted:
-                if not self._changed.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
+                left = until - time.monotonic()
+                if left <= 0:
                     self._thread = None
                     return False
+                # Whether it timed out does not matter: a request may have come in before the lock was taken back.
+                self._changed.wait(left)
         return True
 
     def _turn(self) -> None:

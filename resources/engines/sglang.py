@@ -19,6 +19,7 @@ from torch import Tensor
 from furlong.ops.policy.architecture import Architecture, read_architecture, read_stop_ids
 from furlong.ops.policy.checkpoint import DTYPES, is_extra, read_tensors
 from furlong.ops.policy.manifest import ModelError
+from furlong.ops.policy.score import Scored
 from furlong.ops.protocols import Attestation, GenerateRequest, Sample
 from furlong.ops.weights.delta import apply
 from furlong.ops.weights.digest import tensor_digest, weights_digest
@@ -28,6 +29,7 @@ from furlong.resources.engines.sglang_http import CONTROL_DEADLINE
 from furlong.resources.engines.sglang_pause import ServerPause
 from furlong.resources.engines.sglang_push import PUSH_DEADLINE, Parcel, Push, Pusher, make_pusher
 from furlong.resources.engines.sglang_requests import ServerRequests
+from furlong.resources.engines.sglang_score import server_scores
 from furlong.resources.engines.sglang_server import VERSION, OtherServer, SGLangServer
 from furlong.resources.engines.sglang_weights import Weights, compare, weigh
 from furlong.resources.engines.step_gate import EngineError
@@ -117,9 +119,7 @@ class SGLangEngine:
             if isinstance(self._server, SGLangServer):
                 self._server.wait()
             capacity = self._server.capacity
-            self._requests = ServerRequests(
-                self._server, capacity, self._architecture, stops, lambda: f"{self._tag}.{self._flips}"
-            )
+            self._requests = ServerRequests(self._server, capacity, self._architecture, stops, self._cache_key)
             self._pusher: Pusher = make_pusher(push, self._server, self._scratch)
             if url:
                 self._take_over()
@@ -139,6 +139,11 @@ class SGLangEngine:
     def generate(self, requests: list[GenerateRequest]) -> list[Sample]:
         """See `ServerRequests.generate`."""
         return self._requests.generate(requests)
+
+    def score(self, rows: list[Scored], temperature: float) -> list[list[float]]:
+        """See `server_scores`; the weights stay the same from the first row to the last."""
+        with self._serving:
+            return server_scores(self._server, rows, temperature, self._architecture, self._cache_key())
 
     def abort(self, request_ids: list[str] | None = None) -> int:
         return self._requests.abort(request_ids)
@@ -289,6 +294,9 @@ class SGLangEngine:
         weights = self._weigh(version, tensors, self._live)
         self._staged = _Staged(weights, self._pusher.pack(weights.changed_from(self._live)))
         return self._attestation(weights)
+
+    def _cache_key(self) -> str:
+        return f"{self._tag}.{self._flips}"
 
     def _drop_staged(self) -> None:
         staged, self._staged = self._staged, None

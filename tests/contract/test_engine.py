@@ -126,6 +126,23 @@ def test_a_reply_is_a_function_of_its_request(stand):
     collect_all(stand.engine, ["long"])
 
 
+def test_given_tokens_are_scored_as_they_were_drawn(stand):
+    """Alone and beside replies; where the same bits in any company are promised, they are those that were recorded."""
+    requests = [ask(f"r{i}", i) for i in range(12)]
+    samples = stand.engine.generate(requests)
+    rows = [((*r.prompt, *s.tokens), len(r.prompt)) for r, s in zip(requests, samples, strict=True)]
+    quiet = stand.engine.score(rows, 1.0)
+    stand.engine.submit([ask(f"long{i}", i, new=300) for i in range(3)])
+    for found in (quiet, stand.engine.score(rows[::-1], 1.0)[::-1]):
+        assert [len(values) for values in found] == [len(sample.tokens) for sample in samples]
+        far = [np.abs(np.subtract(v, s.logprobs)).max() for v, s in zip(found, samples, strict=True)]
+        assert max(far) <= stand.company
+    collect_all(stand.engine, [f"long{i}" for i in range(3)])
+    assert stand.engine.score([(rows[0][0], len(rows[0][0]))], 1.0) == [[]]
+    with pytest.raises(RequestError, match="row 1"):
+        stand.engine.score([rows[0], (rows[1][0], 0)], 1.0)
+
+
 def test_seeds_and_not_ids_name_the_random_numbers(stand):
     same, other = ask("a", 1), replace(ask("c", 1), seed=7)
     samples = stand.engine.generate([same, replace(same, request_id="b"), other])

@@ -26,7 +26,7 @@ from transfer_samples import PRELOAD
 from furlong.ops.protocols import Attestation
 from furlong.ops.weights.delta import encode
 from furlong.ops.weights.digest import manifest, weights_digest
-from furlong.ops.weights.layout import Offer, Piece, cut, specs
+from furlong.ops.weights.layout import Offer, Piece, cut, specs, whole
 from furlong.resources.weights import send as sending
 from furlong.resources.weights.publisher import PublishError, publish
 from furlong.resources.weights.send import send
@@ -38,6 +38,8 @@ SIZES = {
 }  # fmt: skip
 DRAFT_SINCE = 2
 """The version in which a draft's tensor, which no version before has, comes along."""
+ADAPTERS_SINCE = 3
+"""The version from which on nothing but adapters comes and changes."""
 
 
 def make_model(folder: Path) -> str:
@@ -50,9 +52,13 @@ def make_model(folder: Path) -> str:
 
 @cache
 def weights(folder: str, version: int) -> dict[str, Tensor]:
-    """Version 0 is the model; each later one moves most elements of most tensors."""
+    """Version 0 is the model; each later one moves most elements of most tensors, and from some on only adapters."""
     if version == 0:
         return load_file(f"{folder}/model.safetensors")
+    if version >= ADAPTERS_SINCE:
+        from lora_samples import adapted
+
+        return adapted(weights(folder, ADAPTERS_SINCE - 1), 1, 0.1 * (version - ADAPTERS_SINCE + 1))
     draw = torch.Generator().manual_seed(version)
     found = dict(weights(folder, version - 1))
     for name in sorted(found):
@@ -115,11 +121,11 @@ class Trainer:
         return sum(moved.values())
 
     def _piece(self, name: str, rank: int) -> Piece:
+        if not name.endswith("_proj.weight"):
+            return whole(self.specs[name])
         dim = 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
         size = self.specs[name].shape[dim]
-        if name.endswith("_proj.weight"):
-            return Piece(name, dim, size * rank // self.ranks, size * (rank + 1) // self.ranks)
-        return Piece(name, 0, 0, self.specs[name].shape[0])
+        return Piece(name, dim, size * rank // self.ranks, size * (rank + 1) // self.ranks)
 
 
 def make_engine(folder: str, tp: int) -> Any:

@@ -100,8 +100,8 @@ def test_random_company_changes_nothing(engine, monkeypatch):
         rng = random.Random(round_)
         monkeypatch.setattr(batch, "PREFILL_TOKENS", chunk)
         if engine.health()["tp"] == 1:  # the other ranks of a split engine would have to be told
-            part = engine._architecture
-            monkeypatch.setattr(batch, "CACHE_BYTES", pages * 2 * part.layers * part.kv_heads * 16 * 256)
+            part, size = engine._architecture, 4 if engine._dtype == "float32" else 2
+            monkeypatch.setattr(batch, "CACHE_BYTES", pages * 2 * part.layers * part.kv_heads * 16 * 64 * size)
             engine._ranks.clear()
         elif chunk != 256:
             continue

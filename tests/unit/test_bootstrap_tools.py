@@ -18,7 +18,16 @@ from furlong.ops.tasks.render import load_tokenizer
 
 TOOLS = EnvSpec(name="tools", options={"tools": "calculator"})
 DATA = DataSpec(tasks=(TaskSpec(name="long_arithmetic"),), train_prompts=64, eval_prompts=8, env=TOOLS)
-SHAPE = ScratchSpec(hidden_size=16, layers=1, heads=2, kv_heads=1, ffn_size=32, sft_steps=2, sft_batch=8)
+SHAPE = ScratchSpec(
+    config={
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+    },
+    sft={"steps": 2, "batch": 8},
+)
 ROW = {"question": "12x34", "answer": "408", "entry": json.dumps({"answer": "408", "expression": "12*34"})}
 
 

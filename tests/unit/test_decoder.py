@@ -79,9 +79,9 @@ def feed(decoder, cache, parts):
     return [rows[place] for place in range(len(parts))], experts
 
 
-def new_cache(arch, pages=64):
-    page_bytes = 2 * arch.layers * arch.kv_heads * 16 * PAGE * 4  # rows of 8 numbers are filled up to 16
-    cache = KVCache(arch, pages * page_bytes)
+def new_cache(arch, dtype, pages=64):
+    page_bytes = 2 * arch.layers * arch.kv_heads * 16 * PAGE * dtype.itemsize  # rows of 8 numbers are filled up to 16
+    cache = KVCache(arch, dtype, pages * page_bytes)
     cache._memory.fill_(float("nan"))  # what an earlier reply may leave behind
     return cache
 
@@ -89,7 +89,7 @@ def new_cache(arch, pages=64):
 def teacher_forced(arch, decoder, rows, prompt_lengths):
     """Logits after prompt, and after each further token fed one by one: the same way replies are made."""
     with torch.inference_mode():
-        cache = new_cache(arch)
+        cache = new_cache(arch, decoder.dtype)
         held = [cache.open() for _ in rows]
         first = [(one, 0, row[:length]) for one, row, length in zip(held, rows, prompt_lengths, strict=True)]
         out = [[logits[-1]] for logits in feed(decoder, cache, first)[0]]
@@ -146,12 +146,12 @@ def test_a_token_has_the_same_bits_however_it_is_fed(saved, dtype):
     with torch.inference_mode():
         alone, chosen = [], []
         for row in rows:
-            cache = new_cache(arch)
+            cache = new_cache(arch, decoder.dtype)
             logits, experts = feed(decoder, cache, [(cache.open(), 0, row)])
             alone.append(logits[0])
             chosen.append(experts.get(0))
         for _ in range(6):
-            cache = new_cache(arch)
+            cache = new_cache(arch, decoder.dtype)
             held, fed = {}, {}
             while any(fed.get(i, 0) < len(row) for i, row in enumerate(rows)):
                 parts, names = [], []
@@ -180,7 +180,7 @@ def test_copied_pages_and_moved_ones_are_the_same_cache(saved):
     arch, decoder = make(folder)
     row = torch.randint(arch.vocab, (60,), generator=torch.Generator().manual_seed(5)).tolist()
     with torch.inference_mode():
-        cache = new_cache(arch)
+        cache = new_cache(arch, decoder.dtype)
         first, second, other = cache.open(), cache.open(), cache.open()
         feed(decoder, cache, [(other, 0, row[::-1])])
         feed(decoder, cache, [(first, 0, row[:40])])
@@ -198,7 +198,7 @@ def test_a_full_cache_says_so_and_one_reply_may_enlarge_it(saved):
     folder, _ = saved
     arch, decoder = make(folder)
     with torch.inference_mode():
-        cache = new_cache(arch, pages=2)
+        cache = new_cache(arch, decoder.dtype, pages=2)
         one, two = cache.open(), cache.open()
         cache.extend(one, 65)
         with pytest.raises(CacheFull, match="1 pages of 64 tokens are needed and 0 are free"):
@@ -257,9 +257,9 @@ def test_new_version_shares_what_did_not_change(saved):
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = {**old.tensors, name: old.tensors[name] + 1}
     new = Decoder(arch, tensors, old)
-    assert new._layers[0] is old._layers[0]
+    assert new.layers[0] is old.layers[0]
     assert new._head is old._head
-    assert new._layers[1] is not old._layers[1]
+    assert new.layers[1] is not old.layers[1]
     fresh = Decoder(arch, tensors)
     rows = [[3, 1, 4, 1, 5]]
     assert torch.equal(teacher_forced(arch, new, rows, [2])[0], teacher_forced(arch, fresh, rows, [2])[0])

@@ -1,4 +1,4 @@
-"""An engine's weights versions, whole and split over two processes: loading, fencing, reverting, drafts and adapters."""
+"""An engine's weights versions, whole and split over two processes: loading, fencing, reverting, drafts."""
 
 import ctypes
 import gc
@@ -31,7 +31,7 @@ CHANGED = (
 )
 DRAFT = {
     "draft.layers.0.weight": torch.arange(12, dtype=torch.float32).view(3, 4),
-    "adapter.sort.scale": torch.tensor(0.5, dtype=torch.bfloat16),
+    "draft.sort.scale": torch.tensor(0.5, dtype=torch.bfloat16),
 }
 
 
@@ -286,7 +286,7 @@ def test_fence_guard_between_threads():
         guard.check(8)
 
 
-def test_drafts_and_adapters_come_change_and_go(engine, folder, fence, tmp_path):
+def test_drafts_come_change_and_go(engine, folder, fence, tmp_path):
     zero = base_tensors(folder)
     one, digests, first = version(zero, 1, 0, names=(), extra=DRAFT)
     assert engine.stage(1, 0, first, fence).tensors == digests
@@ -340,10 +340,10 @@ def flip_bit(tensor):
 
 
 LIVE_BYTES = {
-    "model.layers.1.self_attn.q_proj.weight": lambda d: d._layers[1]._qkv._weight,
-    "model.layers.1.mlp.gate_proj.weight": lambda d: d._layers[1]._block._gate_up._weight,
-    "model.layers.0.mlp.down_proj.weight": lambda d: d._layers[0]._block._down._weight,
-    "model.layers.0.input_layernorm.weight": lambda d: d._layers[0]._norm1.wide,
+    "model.layers.1.self_attn.q_proj.weight": lambda d: d.layers[1]._qkv._weight,
+    "model.layers.1.mlp.gate_proj.weight": lambda d: d.layers[1]._block._gate_up._weight,
+    "model.layers.0.mlp.down_proj.weight": lambda d: d.layers[0]._block._down._weight,
+    "model.layers.0.input_layernorm.weight": lambda d: d.layers[0]._norm1.wide,
     "model.norm.weight": lambda d: d._final_norm.wide,
 }
 

@@ -408,7 +408,7 @@ def test_staging_shares_unchanged_memory(engine, folder):
     live, staged = engine._gate.live.decoder, engine._staged.decoder
     changed = {n for n in live.tensors if live.tensors[n] is not staged.tensors[n]}
     assert changed == {"model.layers.1.self_attn.k_proj.weight", "model.norm.weight"}
-    assert [a is b for a, b in zip(live._layers, staged._layers, strict=True)] == [True, False, True]
+    assert [a is b for a, b in zip(live.layers, staged.layers, strict=True)] == [True, False, True]
     assert live._head is staged._head
 
 

@@ -20,7 +20,16 @@ from furlong.ops.tasks.render import decode, load_tokenizer, render_prompt
 from furlong.resources import models
 from furlong.resources.models import ModelFolder, resolve
 
-SPEC = ScratchSpec(hidden_size=16, layers=1, heads=2, kv_heads=1, ffn_size=32, sft_steps=3, sft_batch=8)
+SPEC = ScratchSpec(
+    config={
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+    },
+    sft={"steps": 3, "batch": 8},
+)
 MODEL = ModelSpec(source="scratch", dtype="float32", scratch=SPEC)
 DATA = DataSpec(tasks=(TaskSpec(name="sort_digits"),), train_prompts=64, eval_prompts=8)
 RESOLVE = """
@@ -94,7 +103,11 @@ def test_the_bytes_depend_on_the_recipe_alone(made: tuple[Path, ModelFolder], tm
         lambda: (MODEL, DATA, 1),
         lambda: (MODEL, DATA.model_copy(update={"eval_prompts": 9}), 0),
         lambda: (MODEL.model_copy(update={"dtype": "bfloat16"}), DATA, 0),
-        lambda: (MODEL.model_copy(update={"scratch": SPEC.model_copy(update={"sft_steps": 4})}), DATA, 0),
+        lambda: (
+            MODEL.model_copy(update={"scratch": SPEC.model_copy(update={"sft": {"steps": 4, "batch": 8}})}),
+            DATA,
+            0,
+        ),
     ],
     ids=["seed", "data", "dtype", "scratch"],
 )
@@ -208,7 +221,7 @@ def test_fine_tuning_lowers_the_loss_and_leaves_the_callers_random_state(tmp_pat
         folder = tmp_path / str(steps)
         folder.mkdir()
         before = torch.get_rng_state()
-        make_scratch(SPEC.model_copy(update={"sft_steps": steps}), DATA, 0, folder, "float32")
+        make_scratch(SPEC.model_copy(update={"sft": {"steps": steps, "batch": 8}}), DATA, 0, folder, "float32")
         assert torch.equal(torch.get_rng_state(), before)
         vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
         inputs_BT, labels_BT = encode_pairs([(r["question"], r["answer"]) for r in rows], vocabulary)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_policy import experts_of, make_spec, make_tiny_moe
+from tiny_policy import experts_of, make_tiny_moe
 from transformers import AutoModelForCausalLM
 
 from furlong.ops.policy.decoder import Decoder
@@ -19,7 +19,6 @@ from furlong.ops.weights.delta import encode
 from furlong.ops.weights.digest import manifest, weights_digest
 from furlong.resources.engines.local import LocalEngine
 from furlong.resources.engines.step_gate import EngineError
-from furlong.resources.trainers.fsdp import FSDPTrainer
 
 CHANGED = (
     "model.layers.0.mlp.gate.weight",
@@ -156,8 +155,3 @@ def test_sizes_that_do_not_split_the_experts_are_refused(tmp_path):
     folder = make_tiny_moe(tmp_path, moe_intermediate_size=15)
     with pytest.raises(EngineError, match=r"over tp=2 processes.*tp may be 1"):
         LocalEngine(folder, 0, "float32", 1, [3], tp=2)
-
-
-def test_the_trainer_refuses_to_train_it(folder):
-    with pytest.raises(ValueError, match="a 'qwen3_moe' model cannot be trained"):
-        FSDPTrainer(make_spec(folder), threads=1).load(folder)

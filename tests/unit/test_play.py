@@ -26,7 +26,16 @@ from furlong.ops.tasks.render import load_tokenizer
 
 TOOLS = EnvSpec(name="tools", options={"tools": "calculator", "max_turns": 3})
 DATA = DataSpec(tasks=(TaskSpec(name="long_arithmetic"),), train_prompts=8, eval_prompts=2, env=TOOLS)
-SHAPE = ScratchSpec(hidden_size=16, layers=1, heads=2, kv_heads=1, ffn_size=32, sft_steps=0)
+SHAPE = ScratchSpec(
+    config={
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 32,
+    },
+    sft={"steps": 0},
+)
 PROMPT = {"prompt_id": "p", "question": "12x12"}
 TASKS = [Task(f"r-00001.1-g000-s{n:02d}", n, 1000 + n) for n in range(4)]
 ASK = f"{BEFORE_CALL}12*12{AFTER_CALL}"

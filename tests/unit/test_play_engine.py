@@ -22,7 +22,14 @@ TOOLS = EnvSpec(name="tools", options={"tools": "calculator", "max_turns": 3})
 ONE_DIGIT = TaskSpec(name="long_arithmetic", options={"min_digits": 1, "max_digits": 1})
 DATA = DataSpec(tasks=(ONE_DIGIT,), train_prompts=64, eval_prompts=4, env=TOOLS)
 SHAPE = ScratchSpec(
-    hidden_size=48, layers=2, heads=4, kv_heads=2, ffn_size=96, sft_steps=60, sft_batch=32, demo_noise=0.3
+    config={
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+    },
+    sft={"steps": 60, "batch": 32, "demo_noise": 0.3},
 )
 
 

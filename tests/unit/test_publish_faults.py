@@ -69,7 +69,7 @@ def altered(rows, name):
 
 def anchored_run(run):
     """Two steps, the second one's version a complete copy; the path of that."""
-    run.spec = run.spec.model_copy(update={"weights": run.spec.weights.model_copy(update={"anchor_every": 2})})
+    run.spec = run.spec.model_copy(update={"trainer": run.spec.trainer.model_copy(update={"anchor_every": 2})})
     for step in (1, 2):
         take(run, step)
     row = run.lake.read("weight_versions", {"run": RUN, "version": 2}, ["anchor"]).to_pylist()[0]
@@ -200,7 +200,7 @@ def test_a_step_that_was_repeated_is_not_published_late(run, monkeypatch):
 
 
 def test_a_disk_that_is_full_while_a_complete_copy_is_written_costs_nothing_but_time(run, monkeypatch):
-    run.spec = run.spec.model_copy(update={"weights": run.spec.weights.model_copy(update={"anchor_every": 1})})
+    run.spec = run.spec.model_copy(update={"trainer": run.spec.trainer.model_copy(update={"anchor_every": 1})})
     take(run, 1, stages=BEFORE_PUBLISHING)
 
     def full(tensors, path):

@@ -3,6 +3,7 @@
 import pytest
 
 from furlong.ops.identity import counter_seed, fingerprint
+from furlong.ops.policy.bootstrap import check_scratch
 from furlong.ops.spec import Placement, SpecError, load_spec
 
 
@@ -39,8 +40,8 @@ def test_a_bad_spec_names_field_reason_and_fix(overrides, parts):
 
 
 def test_scratch_settings_must_be_possible():
-    with pytest.raises(SpecError, match="kv_heads"):
-        load_spec("tiny", {"model.scratch.kv_heads": 3})
+    with pytest.raises(SpecError, match="num_key_value_heads"):
+        check_scratch(load_spec("tiny", {"model.scratch.config.num_key_value_heads": 3}).model.scratch)
 
 
 def test_unknown_spec_suggests_a_known_one():

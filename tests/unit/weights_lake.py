@@ -124,7 +124,7 @@ def small_run(root: Path, spec: str, run: str = RUN) -> WeightsLake:
     from furlong.resources.weights.run_model import run_model
 
     placement = Placement(root=str(root), threads=1)
-    System(placement).start_run(spec, {"model.scratch.sft_steps": 0, "model.dtype": "bfloat16"}, run)
+    System(placement).start_run(spec, {"model.scratch.sft.steps": 0, "model.dtype": "bfloat16"}, run)
     lake = Lake(placement.lake_uri())
     row, parsed, model = run_model(lake, run, placement)
     tensors = read_tensors(str(model.path), read_architecture(str(model.path)), torch.bfloat16)
