@@ -287,6 +287,11 @@ class RunSpec(Frozen):
             raise ValueError(
                 "trainer.exact shares the embedded engine's arithmetic; it needs trainer.backend=fsdp and engine=local"
             )
+        if self.trainer.exact and self.staleness and self.rollout.on_update == "in_place":
+            raise ValueError(
+                "trainer.exact: replies that go on in place are drawn with keys and values of several weights versions, "
+                "which no one set of weights computes again; set rollout.on_update to retract or abort"
+            )
         if self.trainer.exact and self.trainer.compute_dtype != self.model.dtype:
             raise ValueError(
                 f"trainer.exact computes in model.dtype={self.model.dtype}; set trainer.compute_dtype to the same"

@@ -122,6 +122,11 @@ class System:
                 "processes, as each needs whole key/value heads and an equal part of the feed-forward width; set it to "
                 f"{' or '.join(map(str, sizes))}"
             )
+        if spec.trainer.exact and self.placement.engine_tp > 1:
+            raise SpecError(
+                f"FURLONG_ENGINE_TP={self.placement.engine_tp}: run {name} has trainer.exact, and sums over processes "
+                "round otherwise than its trainer does; unset it"
+            )
         return OpenRun(row, spec, model, self.placement, check_teacher(spec, model, lake, name))
 
     def _unfinished(self, lake: Any, spec: RunSpec) -> str:

@@ -4,7 +4,8 @@ import pytest
 
 from furlong.ops.identity import counter_seed, fingerprint
 from furlong.ops.policy.bootstrap import check_scratch
-from furlong.ops.spec import Placement, SpecError, load_spec
+from furlong.ops.policy.parallel import parse_layout
+from furlong.ops.spec import Placement, SpecError, load_spec, parse_changes
 
 
 @pytest.mark.parametrize("name", ["tiny", "smollm2"])
@@ -18,6 +19,14 @@ def test_shipped_specs_load_and_have_an_identity(name):
     ("overrides", "parts"),
     [
         ({"algorithm.learning_rat": 1.0}, ["algorithm.learning_rat", "unknown key", "learning_rate"]),
+        ({"staleness": 1, "algorithm.correction": "none"}, ["staleness=1", "older weights", "tis"]),
+        ({"trainer.exact": True, "trainer.backend": "megatron"}, ["trainer.exact", "fsdp"]),
+        ({"trainer.exact": True, "model.dtype": "bfloat16"}, ["trainer.exact", "compute_dtype"]),
+        ({"trainer.exact": True, "staleness": 1}, ["trainer.exact", "on_update", "retract"]),
+        ({"trainer.lora_rank": 4, "engine": "sglang"}, ["lora_rank", "engine=local"]),
+        ({"algorithm.teacher": "folder"}, ["teacher", "distill"]),
+        ({"algorithm.betas": [0.9, 1.0]}, ["betas", "less than 1"]),
+        ({"algorithm.correction_options": {"hight": 2.0}}, ["hight", "high"]),
         ({"algorithm.learning_rate": "fast"}, ["algorithm.learning_rate", "number", "fast"]),
         ({"algorithm.samples_per_prompt": 1}, ["samples_per_prompt", "2"]),
         ({"steps": 0}, ["steps", "1"]),
@@ -85,3 +94,23 @@ def test_seeds_differ_by_coordinate_and_by_type():
     assert counter_seed(1, 23) != counter_seed(12, 3)
     assert counter_seed("1") != counter_seed(1)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2-pp2-vpp2-sp", "dp4-recompute", "cp2-ep2", ""])
+def test_a_layout_is_written_as_it_is_read(text):
+    assert parse_layout(str(parse_layout(text))) == parse_layout(text)
+
+
+@pytest.mark.parametrize("text", ["tp", "tp0", "tp2-tp2", "sp", "vpp2", "zp2", "tp2,pp2", "ep3-dp2", "sp2-tp2"])
+def test_a_layout_that_contradicts_itself_is_refused(text):
+    with pytest.raises(SpecError, match="trainer layout"):
+        parse_layout(text)
+
+
+def test_changes_on_the_command_line_are_yaml_values():
+    assert parse_changes(["steps=3", "algorithm.name=rloo", "model.scratch.sft={steps: 4}"]) == {
+        "steps": 3, "algorithm.name": "rloo", "model.scratch.sft": {"steps": 4}
+    }  # fmt: skip
+    for text in ("steps", "=3", "steps={"):
+        with pytest.raises(SpecError, match=r"steps|=3"):
+            parse_changes([text])

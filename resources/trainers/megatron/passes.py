@@ -19,8 +19,8 @@ from furlong.resources.trainers.megatron.parallel import Place
 from furlong.resources.trainers.ranks import Ranks, device
 
 
-class Passes:
-    """Of one rank; every method is called on all of them, and its result is that of all together."""
+class MegatronPasses:
+    """Implements `rank_trainer.Passes`."""
 
     def __init__(self, chunks: list[nn.Module], place: Place, ranks: Ranks, budget: int) -> None:
         """
@@ -33,12 +33,6 @@ class Passes:
     def logprobs(
         self, batch: TrainBatch, masks: Masks, index: Callable[[Feed], Tensor], size: int
     ) -> Float[Tensor, " size"]:
-        """Log-probabilities of the tokens in `masks`, each at its `index`, in float64; 0 elsewhere.
-
-        Args:
-            masks: at least one token.
-            index: where the tokens of a micro-batch belong.
-        """
         flat = torch.zeros(size, dtype=torch.float64)
 
         def head(feed: Feed, logprobs: Tensor, entropy: Tensor) -> None:
@@ -51,14 +45,6 @@ class Passes:
     def gradients(
         self, batch: TrainBatch, objective: Objective
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Int[Tensor, " trajectories"]]:
-        """Forward and backward of every micro-batch, gradients adding up in the chunks' buffers.
-
-        Returns:
-            log-probability and entropy of each trained token, and how many tokens of each trajectory arrived.
-        Raises:
-            NonFiniteError: on all ranks: a number of the loss that is not finite, naming the trajectories.
-        """
-
         def index(feed: Feed) -> Tensor:
             return objective.index(feed.trajectory, feed.offset)
 
