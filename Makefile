@@ -46,11 +46,11 @@ sglang: .venv-sglang/.installed
 demo: install
 	@$(BIN)/furlong demo --spec $(SPEC) --seed $(SEED) --set trainer.backend=$(TRAINER)
 
-# A hang is a failure: pyproject.toml bounds each test, this bounds them all. In two halves side by side, as one mostly
-# waits for processes to start while the other computes. Without job control (set -m) the one behind would ignore SIGINT.
+# A hang is a failure: pyproject.toml bounds each test, this bounds them all. In two halves side by side, as each mostly
+# waits for processes to start, or for replies. Without job control (set -m) the one behind would ignore SIGINT.
 test: install sglang
-	@set -m; log=$$(mktemp); $(QUICK_TESTS) tests/unit tests/graph > $$log 2>&1 & half=$$!; trap "kill $$half 2>/dev/null" EXIT; \
-	  failed=0; $(QUICK_TESTS) tests/contract tests/distributed tests/e2e || failed=$$?; \
+	@set -m; log=$$(mktemp); $(QUICK_TESTS) tests/unit tests/graph tests/e2e > $$log 2>&1 & half=$$!; trap "kill $$half 2>/dev/null" EXIT; \
+	  failed=0; $(QUICK_TESTS) tests/contract tests/distributed || failed=$$?; \
 	  wait $$half || failed=$$?; trap - EXIT; cat $$log; rm -f $$log; exit $$failed
 
 test-all: install sglang

@@ -14,6 +14,9 @@ from torch import Tensor
 from furlong.ops.policy.corrections import Correction
 from furlong.ops.policy.loss import sequence_means, sequence_sums
 
+VANISHED = 1e-30
+"""Tokens of a smaller weight are rejected."""
+
 
 def log_ratio_at(
     level: str, d: Float[Tensor, " tokens"], trajectory: Int[Tensor, " tokens"]
@@ -35,7 +38,7 @@ def weigh(
         clip      min(max(w, low), high)
         mask      w, and rejected where w < low or w > high      IcePop, Ling Team 2025; MIS, Liu et al. 2025
 
-    Bounds are compared as logarithms, so a long trajectory's product of ratios neither overflows nor vanishes.
+    Bounds are compared as logarithms, so a long trajectory's product of ratios does not overflow.
     """
     log_w = log_ratio_at(correction.level, d, trajectory)
     low, high = _log(correction.low), math.log(correction.high)

@@ -218,6 +218,8 @@ class Objective:
             factors, outside = importance.weigh(self.correction, d, trajectory)
             rejected = rejected | outside
             loss = loss * (importance.normalised(factors, rejected) if self.correction.normalise else factors)
+            # Trainers' gradients are float32, in which such a token would be lost without being counted.
+            rejected = rejected | (factors < importance.VANISHED)
         loss = torch.where(rejected, torch.zeros_like(loss), loss)
         return loss / self.denominators[index], clipped & ~rejected, rejected, weight
 

@@ -13,7 +13,9 @@ from typing import Any
 import pyarrow as pa
 
 from furlong.ops import records
+from furlong.ops.policy.algorithms import algorithm_of
 from furlong.ops.protocols import Attestation
+from furlong.ops.spec import AlgorithmSpec
 from furlong.ops.stages.chain import anchor_due, committed_step, one_row, version_row
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
 from furlong.ops.stages.rollouts import batch_rows
@@ -75,23 +77,40 @@ def _gate(run: Run, key: StepKey) -> dict[str, Any]:
             f"{key}: {len(sampled)} trajectories were sampled but {len(step['outcomes'])} are accounted for; "
             "its weights are not published; compare `trajectories` with `steps.outcomes`"
         )
-    _witnessed(key, step)
+    _witnessed(key, step, run.spec.algorithm)
     return step
 
 
-def _witnessed(key: StepKey, step: dict[str, Any]) -> None:
-    """The gradients of all tokens that were to be trained on, and of no others, reached the optimiser.
-
-    Fewer may where clipping or the correction took tokens out of the loss, or an advantage is 0.
-    """
-    may_be_silent = step["clip_fraction"] > 0 or step["rejected_fraction"] > 0
+def _witnessed(key: StepKey, step: dict[str, Any], algorithm: AlgorithmSpec) -> None:
+    """The gradients of all tokens that were to be trained on, and of no others, reached the optimiser: all but as many as
+    clipping and the correction took out of the loss."""
+    silent = round((step["clip_fraction"] + step["rejected_fraction"]) * step["tokens_trained"])
+    moving = _moving(step["outcomes"], algorithm)
     for row in step["outcomes"]:
-        due = row["tokens_trained"] if row["advantage"] and not may_be_silent else 0
-        if not due <= row["tokens_reached"] <= row["tokens_trained"]:
+        lost = max(0, row["tokens_trained"] - row["tokens_reached"]) if row["trajectory_id"] in moving else 0
+        silent -= lost
+        if silent < 0 or row["tokens_reached"] > row["tokens_trained"]:
             raise StageError(
                 f"{key}: of trajectory {row['trajectory_id']} {row['tokens_trained']} tokens were to be trained on, but the "
-                f"gradients of {row['tokens_reached']} reached the optimiser; its weights are not published: report this"
+                f"gradients of {row['tokens_reached']} reached the optimiser, and clipping and the correction are not why; "
+                "its weights are not published: report this"
             )
+
+
+def _moving(outcomes: list[dict[str, Any]], algorithm: AlgorithmSpec) -> set[str]:
+    """The trajectories whose tokens have a gradient, unless clipped or rejected."""
+    parts = algorithm_of(algorithm)
+    trained = [row for row in outcomes if row["tokens_trained"]]
+    middle = 0.0
+    if parts.whitened and trained:
+        # What is exactly at the mean of the step's tokens is whitened to 0; rounding decides what is next to it.
+        middle = sum(row["advantage"] * row["tokens_trained"] for row in trained)
+        middle /= sum(row["tokens_trained"] for row in trained)
+    moving = [row for row in trained if not math.isclose(row["advantage"], middle, rel_tol=1e-9, abs_tol=1e-12)]
+    if parts.loss == "preference":
+        sides = {(row["group_id"], row["advantage"] > 0) for row in moving}
+        moving = [row for row in moving if (row["group_id"], row["advantage"] <= 0) in sides]
+    return {row["trajectory_id"] for row in moving}
 
 
 def _is_live(run: Run, name: str, version: int) -> bool:

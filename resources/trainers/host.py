@@ -10,6 +10,7 @@ import json
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from furlong.ops.weights.layout import Offer, Piece, specs, whole
 from furlong.resources.actors import code_hash
 from furlong.resources.trainers.others import OtherWeights
 from furlong.resources.trainers.place import Place
+from furlong.resources.trainers.snapshots import SnapshotError
 from furlong.resources.weights.anchors import write_anchor
 from furlong.resources.weights.send import send
 
@@ -134,8 +136,12 @@ class TrainerHost:
         """Wait until a save in progress is on disk."""
         # A save that failed is told once: the steps after it only lose a place to restore from.
         saver, self.saver = self.saver, None
-        if saver:
-            saver.join()
+        if saver is None or (error := saver.join()) is None:
+            return
+        if not isinstance(error, OSError):
+            self.at = None  # ranks may have been lost over it
+        advice = "free some disk space and run again" if isinstance(error, OSError) else "run the same command again"
+        raise StageError(f"saving the trainer's state failed: {error}; {advice}") from error
 
     def _require(self, digest: str) -> None:
         if not self.holds(digest):
@@ -175,7 +181,8 @@ class TrainerHost:
             try:
                 self.trainer.restore(str(folder))
                 intact = self.trainer.master_digest() == chain[candidate]["master_digest_after"]
-            except (OSError, ValueError) as err:
+            except (OSError, SnapshotError) as err:
+                # Nothing else: a layout that does not fit the model is no fault of the state's.
                 print(f"saved state {folder} cannot be read: {err}", flush=True)
                 intact = False
             if intact:
@@ -250,8 +257,6 @@ class TrainerHost:
 class _Saver:
     """Writes the trainer's state in the background; the trainer must not change until `join` returned."""
 
-    KEPT = 2
-
     def __init__(self, trainer: Trainer, root: Path, name: str):
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(trainer, root, name), name="save", daemon=True)
@@ -263,18 +268,27 @@ class _Saver:
             for scrap in root.glob(".*"):  # left by a process that was killed while it saved; as large as a state
                 shutil.rmtree(scrap)
             trainer.save(str(root / name))
-            whole = sorted(p for p in root.iterdir() if p.is_dir() and p.name.replace(".", "").isdigit())
-            for old in whole[: -self.KEPT]:
-                shutil.rmtree(old)
-        except BaseException as err:  # handed to the caller in `join`
+            for old in _superseded(path.name for path in root.iterdir() if path.is_dir()):
+                shutil.rmtree(root / old)
+        except BaseException as err:  # handed to the caller by `join`
             self.error = err
 
-    def join(self) -> None:
-        """Wait for the save; raises what it raised."""
+    def join(self) -> BaseException | None:
+        """Wait for the save; what it raised."""
         self.thread.join()
-        if self.error:
-            raise StageError(f"saving the trainer's state failed: {self.error}; free some disk space and run again")
+        return self.error
+
+
+KEPT = 2
+"""Steps whose newest saved state is kept: a repetition of the last one starts from the one before."""
 
 
 def _folder_name(step: int, attempt: int) -> str:
     return f"{step:05d}.{attempt}"
+
+
+def _superseded(names: Iterable[str]) -> set[str]:
+    """Those of `_folder_name`'s that are no longer needed; other names are passed over."""
+    states = {tuple(map(int, name.split("."))): name for name in names if name.replace(".", "", 1).isdigit()}
+    newest = {step: states[step, attempt] for step, attempt in sorted(states)}
+    return set(states.values()) - {newest[step] for step in sorted(newest)[-KEPT:]}

@@ -11,6 +11,7 @@ from furlong.ops.policy.algorithms import needs
 from furlong.ops.protocols import OtherLogprobs, TrainBatch, Trainer
 from furlong.ops.spec import RunSpec
 from furlong.ops.stages.batch import teacher_logprobs
+from furlong.ops.stages.chain import version_row
 from furlong.ops.stages.context import StepKey
 from furlong.resources.weights.rebuild import rebuild
 
@@ -55,8 +56,11 @@ class OtherWeights:
         )
 
     def _sampling(self, trainer: Trainer, batch: TrainBatch) -> Rows | None:
-        """For each older version one micro-batch's worth of its tokens is compared: enough for a mean, at a bounded cost."""
-        stale = sorted({v for row in batch.sampled_by for v in row} - {batch.version, -1})
+        """For each older version one micro-batch's worth of its tokens is compared: enough for a mean, at a bounded cost.
+        Of a version that was collected none is, as the coverage tells."""
+        trained = (zip(row, mask, strict=True) for row, mask in zip(batch.sampled_by, batch.masks, strict=True))
+        stale = sorted({version for row in trained for version, on in row if on} - {batch.version, -1})
+        stale = [version for version in stale if version in self._recent or not self._collected(version)]
         if not stale:
             return None
         rows = [[math.nan] * len(reply) for reply in batch.replies]
@@ -83,6 +87,10 @@ class OtherWeights:
             kept.add(index)
             room -= size
         return tuple(mask if index in kept else (False,) * len(mask) for index, mask in enumerate(masks))
+
+    def _collected(self, version: int) -> bool:
+        row = version_row(self.lake, self.run, version)
+        return row is not None and row["state"] == "collected"
 
     def _weights(self, version: int) -> Weights:
         if version not in self._recent:

@@ -60,6 +60,14 @@ def test_dr_grpo_divides_by_a_constant_by_hand():
     assert step.loss.tolist() == pytest.approx([-1.28 / 16, -0.5 / 16, 4 / 16])
 
 
+def test_a_weight_that_float32_cannot_hold_is_counted_as_rejected():
+    """The first reply's ratio is exp(-120) as a whole, which would leave a slope of 0 in the trainer's number format."""
+    step = slopes([1.0, 1.0], [-61.0, -61.0, -1.0], correction="tis", correction_options={"level": "sequence"})
+    assert step.rejected.tolist() == [True, True, False]
+    assert step.slope.float().tolist() == [0.0, 0.0, -0.5]
+    assert step.loss.tolist() == [0.0, 0.0, -0.5]
+
+
 def test_gspo_by_hand():
     """The first reply's geometric mean ratio is 1, so nothing of it is clipped; the second's is 4."""
     step = slopes([1.0, 1.0], MOVED, name="gspo")

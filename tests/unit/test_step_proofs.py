@@ -15,37 +15,97 @@ from furlong.resources.trainers.others import OtherWeights
 KEY = StepKey("quick", 1)
 
 
-def step_record(**outcome):
-    row = {"trajectory_id": "t", "disposition": "trained", "advantage": 0.5, "tokens_trained": 3, "tokens_reached": 3}
-    return {"clip_fraction": 0.0, "rejected_fraction": 0.0, "outcomes": [row | outcome]}
+def step_record(*outcomes, clipped=0, rejected=0):
+    """A record of these outcomes, each given by what differs from a whole trajectory of three tokens."""
+    whole = {"group_id": "g", "advantage": 0.5, "tokens_trained": 3, "tokens_reached": 3}
+    rows = [{"trajectory_id": "tuv"[n]} | whole | outcome for n, outcome in enumerate(outcomes)]
+    tokens = sum(row["tokens_trained"] for row in rows)
+    parts = {"clip_fraction": clipped / max(tokens, 1), "rejected_fraction": rejected / max(tokens, 1)}
+    return {"tokens_trained": tokens, "outcomes": rows} | parts
+
+
+def algorithm(name="grpo", **settings):
+    return make_spec("", name=name, **settings).algorithm
 
 
 @pytest.mark.parametrize(
-    ("outcome", "step"),
+    "step",
     [
-        ({}, {}),
-        ({"tokens_reached": 1}, {"clip_fraction": 0.1}),
-        ({"tokens_reached": 0}, {"rejected_fraction": 0.1}),
-        ({"tokens_reached": 0, "advantage": 0.0}, {}),
-        ({"tokens_reached": 0, "tokens_trained": 0}, {}),
+        step_record({}),
+        step_record({"tokens_reached": 1}, clipped=2),
+        step_record({"tokens_reached": 0}, clipped=1, rejected=2),
+        step_record({"tokens_reached": 2}, {"tokens_reached": 2}, {}, clipped=2),
+        step_record({"tokens_reached": 0, "advantage": 0.0}),
+        step_record({"tokens_reached": 0, "tokens_trained": 0}),
+        step_record(),
     ],
 )
-def test_gradients_that_arrived_as_recorded_may_be_published(outcome, step):
-    _witnessed(KEY, step_record(**outcome) | step)
+def test_gradients_that_arrived_as_recorded_may_be_published(step):
+    _witnessed(KEY, step, algorithm())
 
 
 @pytest.mark.parametrize(
-    ("outcome", "step"),
+    ("step", "name"),
     [
-        ({"tokens_reached": 2}, {}),
-        ({"tokens_reached": 0}, {}),
-        ({"tokens_trained": 0, "advantage": 0.0, "disposition": "zero_variance"}, {}),
-        ({"tokens_reached": 4}, {"clip_fraction": 0.1}),
+        (step_record({"tokens_reached": 2}), "t"),
+        (step_record({"tokens_reached": 0}), "t"),
+        (step_record({"tokens_trained": 0, "advantage": 0.0}), "t"),
+        (step_record({"tokens_reached": 4}, clipped=1), "t"),
+        (step_record({"tokens_reached": 1}, clipped=1), "t"),
+        (step_record({}, {"tokens_reached": 0}, {}, clipped=1, rejected=1), "u"),
+        (step_record({"tokens_reached": 2}, {"tokens_reached": 2}, {"tokens_reached": 2}, clipped=2), "v"),
     ],
 )
-def test_gradients_that_are_missing_or_come_from_elsewhere_stop_the_publication(outcome, step):
-    with pytest.raises(StageError, match="trajectory t"):
-        _witnessed(KEY, step_record(**outcome) | step)
+def test_gradients_that_are_missing_or_come_from_elsewhere_stop_the_publication(step, name):
+    with pytest.raises(StageError, match=f"trajectory {name} "):
+        _witnessed(KEY, step, algorithm())
+
+
+def test_replies_at_the_mean_of_a_whitened_step_have_no_gradient_and_the_others_have():
+    silent = {"tokens_reached": 0}
+    for name in ("reinforce_pp", "reinforce_pp_baseline"):
+        _witnessed(KEY, step_record({"advantage": 1.0} | silent, {"advantage": 1.0} | silent), algorithm(name))
+        _witnessed(
+            KEY, step_record({"advantage": 0.0}, {"advantage": 0.5} | silent, {"advantage": 1.0}), algorithm(name)
+        )
+        with pytest.raises(StageError, match="trajectory t "):
+            _witnessed(KEY, step_record({"advantage": 0.0} | silent, {"advantage": 1.0}), algorithm(name))
+
+
+def test_a_preference_without_its_other_side_has_no_gradient():
+    better, worse = {"advantage": 1.0}, {"advantage": -1.0}
+    empty, silent = {"tokens_trained": 0, "tokens_reached": 0}, {"tokens_reached": 0}
+    dpo = algorithm("dpo", kl_coef=0.1)
+    _witnessed(KEY, step_record(better | silent, worse | empty), dpo)
+    _witnessed(KEY, step_record(better, better | {"group_id": "h"} | silent, worse), dpo)
+    with pytest.raises(StageError, match="trajectory t "):
+        _witnessed(KEY, step_record(better | silent, worse), dpo)
+
+
+@pytest.mark.parametrize("case", [{"name": "reinforce_pp"}, {"name": "dpo", "kl_coef": 0.5}, {"name": "gspo"}])
+def test_steps_without_a_gradient_are_such_that_may_be_published(tmp_path, case):
+    """What the trainer itself counts, of rewards that are all equal or have no counterpart."""
+    spec = make_spec(make_folder(tmp_path / "model"), **case)
+    trainer = FSDPTrainer(spec, 1)
+    trainer.load(spec.model.source)
+    batch = replace(make_batch(1), advantages=(1.0,) * 8)
+    batch = replace(batch, logprobs=tuple(map(tuple, trainer.logprobs(batch))))
+    metrics = trainer.step(batch, OtherLogprobs(reference=batch.logprobs))
+    assert (sum(metrics.tokens_reached) == 0) == (case["name"] != "gspo")
+    outcomes = [
+        {
+            "trajectory_id": name,
+            "group_id": str(group),
+            "advantage": 1.0,
+            "tokens_trained": sum(mask),
+            "tokens_reached": n,
+        }
+        for name, group, mask, n in zip(
+            batch.trajectory_ids, batch.group, batch.masks, metrics.tokens_reached, strict=True
+        )
+    ]
+    shares = {name: getattr(metrics, name) for name in ("tokens_trained", "clip_fraction", "rejected_fraction")}
+    _witnessed(KEY, {"outcomes": outcomes} | shares, spec.algorithm)
 
 
 @pytest.fixture
