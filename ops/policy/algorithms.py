@@ -11,7 +11,7 @@ divergence's estimator (`divergence.estimate`), a step minimises the sum over it
 plus kl_coef / n_t k_t where the divergence is in the loss. The ratio is to the engine's log-probabilities with
 `correction: ratio`. Otherwise it is to the trainer's own, under the weights that the step starts from: with one optimiser
 step per batch it is 1, and its gradient A_t grad(log pi); the correction's weight then multiplies the token's whole
-loss. What the correction rejects gives nothing, and the denominators stay.
+loss. What the correction rejects gives nothing, and the denominators stay; in s_i it stays too, as a constant.
 
 DAPO (Yu et al. 2025) is `grpo` with clip_high above clip_low, `loss_mean: token` and `rollout.filter: zero_variance`.
 """

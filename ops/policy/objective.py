@@ -208,18 +208,22 @@ class Objective:
         if self.parts.loss == "likelihood":
             return (self._with_divergence(-x, x, index)) / self.denominators[index], nothing, nothing, weight
         advantages = self._advantages(index, now)
-        log_ratio = x - (engine if self.algorithm.correction == "ratio" else now)
+        rejected = importance.rejections(self.correction, d, trajectory, advantages)
+        factors = torch.ones_like(now)
+        if self.algorithm.correction in WEIGHTED:
+            factors, outside = importance.weigh(self.correction, d, trajectory)
+            # Trainers' gradients are float32, in which a weight so small would be lost without being counted.
+            vanished = factors < importance.VANISHED
+            rejected = rejected | outside
+            factors = importance.normalised(factors, rejected) if self.correction.normalise else factors
+            rejected = rejected | vanished
+        # A trajectory's ratio has all its tokens in it, and would give those that are rejected a gradient after all.
+        kept = torch.where(rejected, now, x)
+        log_ratio = kept - (engine if self.algorithm.correction == "ratio" else now)
         if self.parts.loss == "sequence_clipped":
             log_ratio = sequence_means(log_ratio, trajectory)
         loss, clipped = clipped_loss(log_ratio, advantages, self.algorithm.clip_low, self.algorithm.clip_high)
-        loss = self._with_divergence(loss, x, index)
-        rejected = importance.rejections(self.correction, d, trajectory, advantages)
-        if self.algorithm.correction in WEIGHTED:
-            factors, outside = importance.weigh(self.correction, d, trajectory)
-            rejected = rejected | outside
-            loss = loss * (importance.normalised(factors, rejected) if self.correction.normalise else factors)
-            # Trainers' gradients are float32, in which such a token would be lost without being counted.
-            rejected = rejected | (factors < importance.VANISHED)
+        loss = self._with_divergence(loss, x, index) * factors
         loss = torch.where(rejected, torch.zeros_like(loss), loss)
         return loss / self.denominators[index], clipped & ~rejected, rejected, weight
 

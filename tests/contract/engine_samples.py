@@ -123,10 +123,9 @@ class Stand:
         """Everything the engine says of the tokens is what the reference computes for them."""
         check_form(request, sample)
         assert (sample.routing is None) == (self.kind == "dense")
-        own, model, routers = reference(self.folder, request, sample, inflight)
-        clear = len(sample.tokens)
+        own, model, routers, clear = reference(self.folder, request, sample, inflight)
         if sample.routing is not None:
-            clear = check_routing(request, sample, sample.routing, routers)
+            clear = min(clear, check_routing(request, sample, sample.routing, routers))
         for found, wanted in ((sample.logprobs, own), (sample.model_logprobs, model)):
             far = np.abs(np.array(found) - wanted)[:clear]
             assert far.max(initial=0) <= self.close, (
@@ -182,13 +181,15 @@ def check_routing(request: GenerateRequest, sample: Sample, routing: Routing, ro
 @torch.inference_mode()
 def reference(
     folder: str, request: GenerateRequest, sample: Sample, inflight: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Log-probabilities of the tokens, with the request's rules and without, and the routers' logits of every position at
-    its first pass, each by the weights that the sample names.
+    its first pass, each by the weights that the sample names; and the tokens before the first that depends on a choice
+    of experts that rounding makes when keys and values are computed again, which nobody records.
 
     In place, keys and values stay as the older weights made them; else the newer ones make them again.
     """
     feed, cache, own, plain, routers = [*request.prompt, *request.prefix], DynamicCache(), [], [], []
+    clear = len(sample.tokens)
     for version, start, end in sample.versions:
         model = model_of(folder, version)
         asked = {"output_router_logits": True} if "Moe" in type(model).__name__ else {}
@@ -199,12 +200,15 @@ def reference(
         out = model(torch.tensor([fed]), cache=cache, use_cache=True, **asked)
         if asked:
             rows = torch.stack([layer.view(len(fed), -1) for layer in out.router_logits], dim=1)
+            again = rows[: len(routers) - seen].sort(-1).values
+            if len(again) and float((again[..., -2] - again[..., -3]).min()) < CLEAR:
+                clear = min(clear, start)
             routers += list(rows.numpy()[len(routers) - seen :])
         for token, logits in zip(tokens, out.logits[0, len(feed) - 1 :].double(), strict=True):
             plain.append(float(logits.log_softmax(-1)[token]))
             own.append(plain[-1] if request.temperature == 0 else cut(logits / request.temperature, request, token))
         feed = tokens[-1:]
-    return np.array(own), np.array(plain), np.array(routers)
+    return np.array(own), np.array(plain), np.array(routers), clear
 
 
 def cut(logits: Tensor, request: GenerateRequest, token: int) -> float:

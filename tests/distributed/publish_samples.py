@@ -38,7 +38,7 @@ SIZES = {
 }  # fmt: skip
 DRAFT_SINCE = 2
 """The version in which a draft's tensor, which no version before has, comes along."""
-ADAPTERS_SINCE = 3
+ADAPTERS_SINCE = 4
 """The version from which on nothing but adapters comes and changes."""
 
 

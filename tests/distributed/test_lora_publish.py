@@ -30,14 +30,14 @@ def drawn(made: World) -> list[list[tuple]]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_nothing_but_adapters_travels_and_engines_compute_with_them(made: World, transport: str, tmp_path) -> None:
     for number in range(len(made.tps)):
-        made.load(f"engine {number}", 2)
+        made.load(f"engine {number}", 3)
     plain, found = drawn(made), []
-    for version in (3, 4):
+    for version in (4, 5):
         row, deltas = update(made.folder, version)
         new = weights(made.folder, version)
         changed = set(deltas["name"].to_pylist())
         assert all(name.startswith("adapter.") for name in changed)
-        assert version == 3 or all(name.endswith(".lora_B.weight") for name in changed), "A stayed as it was"
+        assert version == 4 or all(name.endswith(".lora_B.weight") for name in changed), "A stayed as it was"
         done = made.publish(version, transport)
         assert [proof.digest for proof in done.attestations] == [row["digest"]] * 2
         assert done.attestations[1].tensors == {t["name"]: t["digest"] for t in row["tensors"]}
@@ -47,7 +47,7 @@ def test_nothing_but_adapters_travels_and_engines_compute_with_them(made: World,
         assert bytes_of_adapters / 2 < done.wire_bytes <= 3.2 * bytes_of_adapters
         found.append(drawn(made))
     file = tmp_path / "model.safetensors"
-    for version, wanted in zip((3, 4), found, strict=True):
+    for version, wanted in zip((4, 5), found, strict=True):
         assert wanted != plain
         save_file(policy_of(weights(made.folder, version)), file)
         for engine in made.engines:

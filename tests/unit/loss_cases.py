@@ -87,7 +87,8 @@ def literal_loss(batch: TrainBatch, spec: RunSpec, others: OtherLogprobs, x: dic
             if a.name == "gspo":
                 ratio = torch.ones((), dtype=torch.float64)
                 for s in of[i]:
-                    ratio = ratio * torch.exp(x[i, s] - behaviour[i, s])
+                    now = x[i, s] if weight[i, s] else x[i, s].detach()  # what is rejected gets no gradient
+                    ratio = ratio * torch.exp(now - behaviour[i, s])
                 ratio = ratio ** (1 / len(of[i]))
             else:
                 ratio = torch.exp(x[i, t] - behaviour[i, t])

@@ -26,6 +26,8 @@ CASES = [
     {"name": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_estimator": "k2"},
     {"name": "gspo", "clip_low": 0.1, "clip_high": 0.1},
     {"name": "gspo", "correction": "mis", "correction_options": {"level": "geometric"}},
+    {"name": "gspo", "correction": "icepop", "correction_options": {"low": 0.7, "high": 1.5}},
+    {"name": "gspo", "correction_options": {"reject": "token", "reject_low": 0.7, "reject_high": 1.5}},
     {"name": "dpo", "kl_coef": 0.4},
     {"name": "sft", "kl_coef": 0.1, "loss_mean": "token"},
     {"name": "distill", "kl_coef": 0.5, "teacher": "a-folder"},
@@ -75,6 +77,14 @@ def test_loss_and_slopes_are_those_of_the_literal_formula(case, seed):
 @pytest.mark.parametrize("case", CASES)
 def test_the_cases_are_not_all_zero(case):
     assert any(float(whole_step(o, x).slope.abs().sum()) for *_, o, x in (made(case, seed) for seed in (0, 5, 6, 9)))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "correction_options" in case])
+def test_a_rejected_token_has_no_loss_and_no_slope(case):
+    found = [whole_step(objective, x) for *_, objective, x in (made(case, seed) for seed in range(12))]
+    for step in found:
+        assert not step.loss[step.rejected].any()
+        assert not step.slope[step.rejected].any()
 
 
 @quick

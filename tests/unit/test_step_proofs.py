@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from loss_cases import spec_of
 from tiny_policy import make_batch, make_folder, make_spec
 
 from furlong.ops.protocols import OtherLogprobs
@@ -25,7 +26,7 @@ def step_record(*outcomes, clipped=0, rejected=0):
 
 
 def algorithm(name="grpo", **settings):
-    return make_spec("", name=name, **settings).algorithm
+    return spec_of(name=name, **settings).algorithm
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from tiny_policy import make_batch, make_spec
+from loss_cases import spec_of
+from tiny_policy import make_batch
 from weights_lake import WeightsLake
 
 from furlong.ops.policy.manifest import ModelError
@@ -74,7 +75,7 @@ def test_tokens_of_a_collected_version_are_left_uncompared_and_stop_nothing(tmp_
     made = WeightsLake(tmp_path)
     made.publish(state="collected")
     batch = make_batch(1)
-    spec = make_spec("").model_copy(update={"staleness": 2})
+    spec = spec_of().model_copy(update={"staleness": 2})
     others = OtherWeights(made.lake, made.run, spec, made.base)
     old = replace(batch, version=2, sampled_by=tuple((1,) * len(reply) for reply in batch.replies))
     assert others._sampling(None, old) is None
@@ -87,5 +88,5 @@ def test_older_weights_are_not_asked_for_when_no_token_of_theirs_is_trained():
     batch = make_batch(1)
     masks = tuple(tuple(t > 0 for t in range(len(reply))) for reply in batch.replies)
     mixed = tuple(tuple(2 if on else 1 for on in mask) for mask in masks)
-    others = OtherWeights(None, "quick", make_spec("").model_copy(update={"staleness": 2}), "")
+    others = OtherWeights(None, "quick", spec_of().model_copy(update={"staleness": 2}), "")
     assert others._sampling(None, replace(batch, version=2, masks=masks, sampled_by=mixed)) is None
