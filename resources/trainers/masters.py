@@ -10,7 +10,7 @@ A trainer uses nothing but these members, so other masters (`sharded.ShardedMast
 - `begin()`, then for each micro-batch `expect(last)` before its backward pass, then `gradient_norm()`, `update(rate, norm)`.
 - `round()`: brings the module up to date with the masters; `bad_weight()`: the first tensor that is not finite.
 - `placed(weights)`: computes with published weights for a while; `export(dtype)`: what is published.
-- `complete()`: every master, whole, one at a time, on every rank: what a digest is taken of.
+- `complete()`: every master, whole, one at a time, on rank 0 at least: what a digest is taken of.
 - `shapes()`, `state()`, `load_state(fetch)`: everything a step reads and changes, in pieces of complete tensors.
 
 With several ranks each method but `weights`, `shapes` and `state` is called on all of them.

@@ -150,9 +150,10 @@ class RankTrainer(ABC):
         return self.masters.export(getattr(torch, self.spec.model.dtype))
 
     def master_digest(self) -> str:
-        """Digest of the complete master weights, whatever the layout. Rank 0 has it."""
+        """Digest of the complete master weights, whatever the layout. Rank 0 has it; one that gets no masters, nothing."""
         self._loaded()
-        return weights_digest({name: tensor_digest(whole) for name, whole in self.masters.complete()})
+        digests = {name: tensor_digest(whole) for name, whole in self.masters.complete()}
+        return weights_digest(digests) if digests or self.ranks.first else ""
 
     def save(self, folder: str) -> None:
         """Write masters, optimiser, random state and step without copying them first: no step may run meanwhile."""
