@@ -83,6 +83,17 @@ def require_finite_gradients(norms: dict[str, float]) -> None:
         )
 
 
+def clipped_step(
+    adamw: torch.optim.AdamW, weights: dict[str, nn.Parameter], learning_rate: float, norm: float, most: float
+) -> None:
+    """Scale the gradients of `weights`, whose global norm is `norm`, to a norm of `most` at most, and take AdamW's step
+    (Loshchilov & Hutter 2019)."""
+    if norm > most:
+        torch._foreach_mul_([master.grad for master in weights.values()], most / norm)
+    adamw.param_groups[0]["lr"] = learning_rate
+    adamw.step()
+
+
 class MasterWeights:
     """Masters, gradient sums and AdamW of one module, whole; `weights` maps Hugging Face names to masters."""
 
@@ -126,11 +137,7 @@ class MasterWeights:
 
     def update(self, learning_rate: float, norm: float) -> None:
         """Clip to `max_grad_norm`, move the masters by AdamW, round into the module."""
-        if norm > self.algorithm.max_grad_norm:
-            gradients = [master.grad for master in self.weights.values()]
-            torch._foreach_mul_(gradients, self.algorithm.max_grad_norm / norm)
-        self.adamw.param_groups[0]["lr"] = learning_rate
-        self.adamw.step()
+        clipped_step(self.adamw, self.weights, learning_rate, norm, self.algorithm.max_grad_norm)
         self.round()
 
     @torch.no_grad()

@@ -21,6 +21,7 @@ from furlong.resources.trainers.masters import (
     MOMENTS,
     UPDATES,
     Shapes,
+    clipped_step,
     make_adamw,
     master_dtype,
     require_finite_gradients,
@@ -74,11 +75,7 @@ class ShardedMasters:
 
     def update(self, learning_rate: float, norm: float) -> None:
         """Clip to `max_grad_norm`, and move this rank's masters by AdamW."""
-        if norm > self.algorithm.max_grad_norm:
-            gradients = [master.grad for master in self.weights.values()]
-            torch._foreach_mul_(gradients, self.algorithm.max_grad_norm / norm)
-        self.adamw.param_groups[0]["lr"] = learning_rate
-        self.adamw.step()
+        clipped_step(self.adamw, self.weights, learning_rate, norm, self.algorithm.max_grad_norm)
         self.round()
 
     def round(self) -> None:
