@@ -20,7 +20,7 @@ SGLANG := sglang==0.5.23 torchvision==0.28.0
 QUICK_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" --session-timeout=1200
 # Two halves that take about the same time.
 AHEAD := tests/contract tests/distributed tests/e2e/test_jobs.py
-BEHIND := tests/unit tests/graph $(filter-out $(AHEAD),$(wildcard tests/e2e/test_*.py))
+BEHIND := tests/unit tests/graph tests/gpu $(filter-out $(AHEAD),$(wildcard tests/e2e/test_*.py))
 SGLANG_PIP := .venv-sglang/bin/python -m pip --quiet --quiet --disable-pip-version-check
 
 install: .venv/.installed

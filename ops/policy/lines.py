@@ -47,7 +47,8 @@ def pack_lines(batch: TrainBatch, masks: Masks, budget: int, multiple: int) -> l
         batch: valid by `check_batch`.
         masks: which reply tokens are wanted; `batch.masks` for training.
         budget: tokens of a line at most, padding included.
-        multiple: every line's width is one of these; 2 * cp for a zigzag ring, times tp with sequence parallelism.
+        multiple: every line's width is one of these; 2 * cp for a ring (`kernels.layout.line_layout`), times tp with
+            sequence parallelism.
     Raises:
         PackingError: one trajectory alone is longer than the budget, rounded down to the multiple.
     """
@@ -82,23 +83,6 @@ def empty_line(like: Line, multiple: int) -> Line:
     none = torch.zeros(0, dtype=torch.int64)
     experts = None if like.experts is None else torch.full((1, multiple, *like.experts.shape[2:]), -1)
     return Line(zeros, zeros, torch.full_like(zeros, NOBODY), none, none, none, none, none, experts)
-
-
-def zigzag(width: int, rank: int, ranks: int) -> Int[Tensor, " mine"]:
-    """Indices that one of several ranks holds of a line: its `rank`-th chunk of 2 * ranks, and the one as far from the end.
-
-    Later queries see more keys; so paired, all ranks have the same work (Llama 3, section 3.3.2).
-
-    Raises:
-        PackingError: the width is no multiple of 2 * ranks.
-    """
-    if width % (2 * ranks):
-        raise PackingError(
-            f"a line of {width} tokens cannot be cut into {2 * ranks} equal chunks; pad it to a multiple"
-        )
-    size = width // (2 * ranks)
-    starts = (rank * size, (2 * ranks - 1 - rank) * size)
-    return torch.cat([torch.arange(start, start + size) for start in starts])
 
 
 def _line(batch: TrainBatch, masks: Masks, members: list[tuple[int, tuple[int, ...]]], multiple: int) -> Line:

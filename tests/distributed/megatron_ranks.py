@@ -22,6 +22,8 @@ from torch import Tensor
 
 warnings.filterwarnings("ignore")
 
+from furlong.kernels.context_parallel import ring_attention  # noqa: E402
+from furlong.kernels.layout import line_layout  # noqa: E402
 from furlong.ops.policy.checkpoint import read_tensors  # noqa: E402
 from furlong.ops.policy.lines import empty_line, pack_lines  # noqa: E402
 from furlong.ops.policy.packing import empty_like, pack  # noqa: E402
@@ -32,7 +34,6 @@ from furlong.resources.trainers.megatron import names  # noqa: E402
 from furlong.resources.trainers.megatron.feed import Feed, feed, multiple  # noqa: E402
 from furlong.resources.trainers.megatron.model import Chunk, build  # noqa: E402
 from furlong.resources.trainers.megatron.parallel import Place, initialise, teardown  # noqa: E402
-from furlong.resources.trainers.megatron.ring import ring_attention, route  # noqa: E402
 from furlong.resources.trainers.megatron.vocab_head import span  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
@@ -172,8 +173,6 @@ def dense(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, positions: Tensor,
 
 
 def ring_cases(place: Place, found: dict) -> None:
-    from furlong.ops.policy.lines import zigzag
-
     width, scaling = 24, 0.37
     for label, lengths in LINES.items():
         documents, positions = torch.full((width,), -1), torch.zeros(width, dtype=torch.int64)
@@ -181,8 +180,8 @@ def ring_cases(place: Place, found: dict) -> None:
         for number, length in enumerate(lengths):
             documents[at : at + length], positions[at : at + length] = number, torch.arange(length)
             at += length
-        mine = zigzag(width, place.cp, place.layout.cp)
-        path = route(documents, positions, place.cp_group)
+        layout = line_layout(documents, positions, place.layout.cp)
+        mine = layout.source[place.cp]
         generator = torch.Generator().manual_seed(3)
         whole = [torch.randn(heads, width, 8, generator=generator) * 2 for heads in (4, 2, 2, 4)]
         whole = [x.bfloat16().double() for x in whole]  # so that every dtype starts from the same numbers
@@ -192,12 +191,15 @@ def ring_cases(place: Place, found: dict) -> None:
         grads = torch.autograd.grad((expected * whole[3])[:, real].sum(), slow)
         for name, dtype in {**DTYPES, "bf16": torch.bfloat16}.items():
             parts = [x[:, mine].to(dtype).requires_grad_() for x in whole[:3]]
-            out = ring_attention(*parts, path, scaling)
+            rows = [part.transpose(0, 1) for part in parts]
+            out = ring_attention(*rows, layout=layout, ring=place.ring, scale=scaling, backend="cpu").transpose(0, 1)
             out.backward((whole[3] * real[None, :, None])[:, mine].to(dtype))
             pairs = [(out.detach(), expected.detach()[:, mine])]
             pairs += [(part.grad, grad[:, mine]) for part, grad in zip(parts, grads, strict=True)]
             gaps = [float((a.double() - b).abs().max() / (1 + b.abs().max())) for a, b in pairs]
-            found[f"ring/{label}/{name}"] = {"worst": max(gaps), "seen": int(real[mine].sum())}
+            seen = int(real[mine].sum())
+            found[f"ring/{label}/{name}"] = {"worst": gaps[0], "seen": seen}
+            found[f"ring/{label}/{name} gradients"] = {"worst": max(gaps[1:]), "seen": seen}
 
 
 def main(rank: int, world: int, folder: Path, layouts: list[str]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_policy import make_batch
 
-from furlong.ops.policy.lines import NOBODY, empty_line, pack_lines, zigzag
+from furlong.ops.policy.lines import NOBODY, empty_line, pack_lines
 from furlong.ops.policy.packing import PackingError, pack
 from furlong.ops.policy.routing import encode
 
@@ -76,19 +76,6 @@ def test_too_long_a_trajectory_is_named():
 def test_nothing_wanted_is_no_line():
     batch = make_batch(4)
     assert pack_lines(batch, tuple((False,) * len(reply) for reply in batch.replies), 64, 4) == []
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_zigzag_shares_everything_out_once(ranks):
-    parts = [zigzag(24 * ranks, rank, ranks) for rank in range(ranks)]
-    assert sorted(torch.cat(parts).tolist()) == list(range(24 * ranks))
-    # Under a causal mask the keys that a rank's queries see are its work: the same for all.
-    assert len({int((part + 1).sum()) for part in parts}) == 1
-
-
-def test_zigzag_refuses_unequal_chunks():
-    with pytest.raises(PackingError, match="pad it to a multiple"):
-        zigzag(10, 0, 2)
 
 
 def test_experts_go_with_their_tokens():

@@ -6,9 +6,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from furlong.kernels.context_parallel import ring_attention
 from furlong.ops.policy.attention import prefix_tree_attention
 from furlong.resources.trainers.megatron.feed import Feed
-from furlong.resources.trainers.megatron.ring import ring_attention
+
+RING_BACKENDS = {"cpu": "cpu", "cuda": "flex"}
+"""What computes the blocks of a ring, by the kind of device."""
 
 
 class CoreAttention(nn.Module):
@@ -33,10 +36,19 @@ class CoreAttention(nn.Module):
         turn = feed.once(
             f"turns-{query.dtype}", lambda: turns(feed.positions, self.theta, query.shape[-1], query.dtype)
         )
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (rotate(query, turn), rotate(key, turn), value))
-        if feed.route is not None:
-            out = ring_attention(q[0], k[0], v[0], feed.route, self.scaling)
-            return out.transpose(0, 1).flatten(1, 2)[:, None]
+        query, key = rotate(query, turn), rotate(key, turn)
+        if feed.layout is not None:
+            out = ring_attention(
+                query[:, 0],
+                key[:, 0],
+                value[:, 0],
+                layout=feed.layout,
+                ring=feed.ring,
+                scale=self.scaling,
+                backend=RING_BACKENDS[query.device.type],
+            )
+            return out.flatten(1)[:, None]
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         unseen = feed.once(f"unseen-{query.dtype}", lambda: _unseen(feed, query.dtype))
         out, _ = prefix_tree_attention(self, q, k.contiguous(), v.contiguous(), unseen, self.scaling)
         return out.transpose(0, 1).flatten(2)

@@ -17,11 +17,12 @@ from jaxtyping import Bool, Int
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from furlong.ops.policy.lines import Line, zigzag
+from furlong.kernels.layout import ContextLayout, line_layout
+from furlong.kernels.ring import Ring
+from furlong.ops.policy.lines import Line
 from furlong.ops.policy.packing import MicroBatch, PackingError
 from furlong.ops.policy.parallel import Layout
 from furlong.resources.trainers.megatron.parallel import Place
-from furlong.resources.trainers.megatron.ring import Route, route
 
 Made = TypeVar("Made")
 
@@ -36,8 +37,10 @@ class Feed(PackedSeqParams):
     positions: Int[Tensor, "rows width"] | None = None
     visible: Bool[Tensor, "rows 1 width width"] | None = None
     """As in MicroBatch; None under context parallelism."""
-    route: Route | None = None
-    """Which positions of all ranks attend to which; None without context parallelism."""
+    layout: ContextLayout | None = None
+    """How the line lies on the ranks of context parallelism; on the CPU, wherever the rest is. None without."""
+    ring: Ring | None = None
+    """Of these ranks, the same for all micro-batches."""
     documents: Int[Tensor, "1 width"] | None = None
     """As in Line; None without context parallelism."""
     owners: Int[Tensor, " documents"] | None = None
@@ -101,7 +104,8 @@ def feed(micro: MicroBatch | Line, place: Place) -> Feed:
 
 def _slice(line: Line, place: Place) -> Feed:
     width = line.tokens.shape[1]
-    mine = zigzag(width, place.cp, place.layout.cp)
+    layout = line_layout(line.documents[0], line.positions[0], place.layout.cp)
+    mine = layout.source[place.cp]
     if len(mine) % (place.layout.tp if place.layout.sp else 1):
         raise PackingError(
             f"a line of {width} tokens does not fit layout {place.layout}; pack with multiple {multiple(place.layout)}"
@@ -116,7 +120,8 @@ def _slice(line: Line, place: Place) -> Feed:
     return Feed(
         tokens=line.tokens[:, mine],
         positions=line.positions[:, mine],
-        route=route(line.documents[0], line.positions[0], place.cp_group),
+        layout=layout,
+        ring=place.ring,
         documents=line.documents[:, mine],
         owners=owners,
         places=places,
@@ -131,8 +136,4 @@ def _slice(line: Line, place: Place) -> Feed:
 def on(feed: Feed, device: torch.device) -> Feed:
     """The same with its tensors on `device`."""
     moved = {name: value.to(device) for name, value in vars(feed).items() if isinstance(value, Tensor)}
-    if feed.route is not None:
-        moved["route"] = replace(
-            feed.route, documents=feed.route.documents.to(device), positions=feed.route.positions.to(device)
-        )
     return replace(feed, **moved, _made={})

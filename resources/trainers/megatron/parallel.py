@@ -7,6 +7,7 @@ from types import ModuleType
 
 import torch.distributed as dist
 
+from furlong.kernels.ring import Ring
 from furlong.ops.policy.parallel import Layout
 from furlong.ops.spec import SpecError
 from furlong.resources.trainers.megatron import shims
@@ -23,6 +24,8 @@ class Place:
     dp: int
     pp: int
     ep: int
+    ring: Ring | None = None
+    """Of the ranks that share a line; None where one has it whole."""
 
     @property
     def first_stage(self) -> bool:
@@ -37,10 +40,6 @@ class Place:
     @property
     def tp_group(self) -> dist.ProcessGroup:
         return _state().get_tensor_model_parallel_group()
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup:
-        return _state().get_context_parallel_group()
 
     @property
     def expert_sum_group(self) -> dist.ProcessGroup:
@@ -96,6 +95,7 @@ def initialise(layout: Layout, rank: int, world: int, deadline: float = 600.0) -
         dp=state.get_data_parallel_rank(),
         pp=state.get_pipeline_model_parallel_rank(),
         ep=state.get_expert_model_parallel_rank(),
+        ring=Ring(state.get_context_parallel_group(), deadline) if layout.cp > 1 else None,
     )
 
 
