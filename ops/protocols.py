@@ -263,6 +263,12 @@ class StepMetrics:
     """Effective sample size, as a share, of the weights exp(d)."""
     tokens_reached: tuple[int, ...]
     """For each trajectory, the tokens whose gradient went through the whole network and into the optimiser."""
+    value_loss: float | None = None
+    """Loss of the value model before its first update; None, as what follows, where there is none."""
+    value_explained: float | None = None
+    """Explained variance of the returns by the values: 1 when it foretells all; None too where all returns are the same."""
+    value_grad_norm: float | None = None
+    """Largest global L2 norm, before clipping, of the value model's gradients in this step."""
 
 
 class Trainer(Protocol):
@@ -289,13 +295,13 @@ class Trainer(Protocol):
 
     def export(self) -> dict[str, Any]:
         """Weights by Hugging Face name as contiguous CPU tensors in the published dtype; tied tensors once. With adapters,
-        the base weights and `adapter.*` (`ops.policy.lora`)."""
+        the base weights and `adapter.*` (`ops.policy.lora`). A value model is never part of it."""
 
     def master_digest(self) -> str:
-        """Digest of the master weights, the same however they are laid over ranks."""
+        """Digest of the master weights, a value model's included, the same however they are laid over ranks."""
 
     def save(self, folder: str) -> None:
-        """Write masters, optimiser, random state and step; `restore` in the same layout gives bitwise the same trainer."""
+        """Write masters, optimisers, random state and step; `restore` in the same layout gives bitwise the same trainer."""
 
     def restore(self, folder: str) -> int:
         """Load what `save` wrote, under this or another layout; returns the step it was saved after."""

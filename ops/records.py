@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Raised with every incompatible change of a table; a lake written under another one is refused."""
 
 
@@ -314,6 +314,9 @@ TABLES: dict[str, pa.Schema] = {
             pa.field("mismatch_p99", _F64),
             pa.field("mismatch_k3", _F64),
             pa.field("mismatch_ess", _F64),
+            pa.field("value_loss", _F64),
+            pa.field("value_explained", _F64),
+            pa.field("value_grad_norm", _F64),
             _measured("trainer", _STR),
             _measured("seconds", _F64),
         ]

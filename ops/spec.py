@@ -140,13 +140,13 @@ class AlgorithmSpec(Frozen):
     """How rewards become a loss, and the loss an optimiser step: one per batch of rollouts."""
 
     name: Literal[
-        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "dpo", "sft", "distill"
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "ppo", "dpo", "sft", "distill"
     ] = "grpo"
     """The estimator; `ops/policy/algorithms.py` has the formula of each and its source."""
     prompts_per_step: int = Field(ge=1)
     """Groups per step."""
-    samples_per_prompt: int = Field(ge=2)
-    """Trajectories per group; a group of one has no advantage."""
+    samples_per_prompt: int = Field(ge=1)
+    """Trajectories per group; at least 2 where the algorithm compares them."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """Lower clip of the probability ratio: 1 - clip_low."""
     clip_high: float = Field(0.28, gt=0)
@@ -165,6 +165,8 @@ class AlgorithmSpec(Frozen):
     """Weight of the divergence from the base model (of `distill`: its share beside the reward's); 0 for none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """How the divergence is estimated from sampled tokens."""
+    critic: Options = {}
+    """Of `ppo`: how its value model is trained, e.g. `learning_rate: 1.0e-4`; see `Critic` in `ops/policy/critic.py`."""
     teacher: str = ""
     """Folder of the model that `distill` learns from, in Hugging Face layout, with the policy's vocabulary."""
     learning_rate: float = Field(gt=0)
@@ -213,16 +215,23 @@ class TrainerSpec(Frozen):
     float64)."""
     exact: bool = False
     """Log-probabilities are bit for bit those of the embedded engine, in `model.dtype`: slower, without mismatch."""
-    lora_rank: int = Field(0, ge=0)
-    """Rank of low-rank adapters, which are trained and published in place of the weights; 0 to train all weights."""
-    lora_alpha: float = Field(32.0, gt=0)
-    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora: Options = {}
+    """Low-rank adapters, trained and published in place of the weights, e.g. `{rank: 8}`; empty to train all weights. See
+    `Lora` in `ops/policy/lora_settings.py`."""
     micro_batch_tokens: int = Field(2048, ge=1)
     """Padded tokens per forward/backward at most; results do not depend on it beyond rounding."""
     save_every: int = Field(10, ge=1)
     """Steps between saves of weights and optimiser; in between, recovery replays recorded batches."""
     anchor_every: int = Field(50, ge=1)
     """Versions between complete copies; one is written earlier when the deltas since the last outweigh it."""
+
+    @model_validator(mode="after")
+    def adapters_have_a_size(self) -> TrainerSpec:
+        if self.lora:
+            from furlong.ops.policy.lora_settings import lora_chosen  # which is written in terms of this class
+
+            lora_chosen(self)
+        return self
 
 
 class EvalSpec(Frozen):
@@ -273,6 +282,15 @@ class RunSpec(Frozen):
         return self
 
     @model_validator(mode="after")
+    def filter_leaves_something(self) -> RunSpec:
+        if self.rollout.filter == "zero_variance" and self.algorithm.samples_per_prompt == 1:
+            raise ValueError(
+                "rollout.filter=zero_variance rejects every group of a single reply; set it to none, or "
+                "algorithm.samples_per_prompt to 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
     def stale_tokens_are_corrected(self) -> RunSpec:
         if self.staleness and self.algorithm.correction == "none":
             raise ValueError(
@@ -300,9 +318,9 @@ class RunSpec(Frozen):
 
     @model_validator(mode="after")
     def adapters_are_served(self) -> RunSpec:
-        if self.trainer.lora_rank and self.engine != "local":
+        if self.trainer.lora and self.engine != "local":
             raise ValueError(
-                "trainer.lora_rank: adapters are served by the embedded engine; set engine=local or rank 0"
+                "trainer.lora: adapters are served by the embedded engine; set engine=local or leave it empty"
             )
         return self
 

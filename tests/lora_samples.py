@@ -32,5 +32,5 @@ def adapted(base: dict[str, Tensor], seed: int, size: float = 0.1, scale: float 
 
 def with_adapters(spec: RunSpec, rank: int = RANK, alpha: float = 6.0, dtype: str = "bfloat16") -> RunSpec:
     """A run that trains adapters and publishes in `dtype`."""
-    trainer = spec.trainer.model_copy(update={"lora_rank": rank, "lora_alpha": alpha})
+    trainer = spec.trainer.model_copy(update={"lora": {"rank": rank, "alpha": alpha}})
     return spec.model_copy(update={"trainer": trainer, "model": spec.model.model_copy(update={"dtype": dtype})})

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from furlong.ops.policy.algorithms import algorithm_of
 from furlong.ops.records import Disposition
 from furlong.ops.spec import AlgorithmSpec
 
@@ -37,14 +38,15 @@ def group_advantages(rewards: list[float | None], groups: list[str], algorithm: 
         dr_grpo                r_i - mean r (Liu et al. 2025, "Understanding R1-Zero-Like Training")
         rloo                   r_i - mean of the other n - 1 (Ahmadian et al. 2024, "Back to Basics", eq. 8)
         reinforce_pp           r_i (Hu et al. 2025, "REINFORCE++"); `ops/policy/returns.py` goes on from it
+        ppo                    r_i (Schulman et al. 2017); the value model's advantages of tokens begin with it
         reinforce_pp_baseline  r_i - mean r (the same, "w/ baseline"), whitened over the step's tokens later
         dpo                    1 for the highest reward, -1 for the lowest (the first of equals); others are not chosen
         sft                    1 for the highest reward if it is above 0, equals included; others are not chosen
                                (Yuan et al. 2023, "Scaling relationship on learning mathematical reasoning", RFT)
 
     A group whose scored rewards are all equal (so also one with one scored trajectory) compares nothing: it is dropped
-    with `zero_variance`, save where rewards are not compared within the group (reinforce_pp, sft) or are not all that
-    is learnt from (distill).
+    with `zero_variance`, save where rewards are not compared within the group (reinforce_pp, ppo, sft) or are not all
+    that is learnt from (distill).
 
     Args:
         rewards: one score per trajectory, finite, or None where the verifier gave none.
@@ -75,7 +77,7 @@ def group_advantages(rewards: list[float | None], groups: list[str], algorithm: 
 
 def _of_group(scores: np.ndarray, algorithm: AlgorithmSpec) -> list[Outcome]:
     name, flat = algorithm.name, scores.min() == scores.max()
-    if flat and name not in ("reinforce_pp", "sft", "distill"):
+    if flat and algorithm_of(algorithm).compares:
         return [Outcome(float(score), 0.0, Disposition.ZERO_VARIANCE) for score in scores]
     if name in ("dpo", "sft"):
         chosen = _pair(scores) if name == "dpo" else ((scores == scores.max()) & (scores > 0)).astype(np.float64)
@@ -94,7 +96,7 @@ def _pair(scores: np.ndarray) -> np.ndarray:
 
 
 def _compared(scores: np.ndarray, algorithm: AlgorithmSpec) -> np.ndarray:
-    if algorithm.name == "reinforce_pp":
+    if algorithm.name in ("reinforce_pp", "ppo"):
         return scores
     if scores.min() == scores.max():
         return np.zeros_like(scores)

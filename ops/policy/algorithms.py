@@ -8,7 +8,8 @@ divergence's estimator (`divergence.estimate`), a step minimises the sum over it
     preference            -log sigmoid(kl_coef (margin of the better - margin of the worse reply)), per pair
     likelihood            -1/n_t log pi(t)
 
-plus kl_coef / n_t k_t where the divergence is in the loss. The ratio is to the engine's log-probabilities with
+plus kl_coef / n_t k_t where the divergence is in the loss. `ppo` is `clipped` with the advantages that a value model
+gives each token (`ops/policy/gae.py`), and trains that model beside. The ratio is to the engine's log-probabilities with
 `correction: ratio`. Otherwise it is to the trainer's own, under the weights that the step starts from: with one optimiser
 step per batch it is 1, and its gradient A_t grad(log pi); the correction's weight then multiplies the token's whole
 loss. What the correction rejects gives nothing, and the denominators stay; in s_i it stays too, as a constant.
@@ -21,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from furlong.ops.policy.corrections import WEIGHTED, correction_of
+from furlong.ops.policy.critic import critic_of
 from furlong.ops.spec import AlgorithmSpec, SpecError
 
 
@@ -35,6 +37,10 @@ class Algorithm:
     returns), `preference` (DPO's beta) or `teacher` (subtracted from the advantages)."""
     whitened: bool = False
     """Token advantages get mean 0 and deviation 1 over the step's trained tokens."""
+    compares: bool = True
+    """Rewards count by their difference from those of the other replies to the prompt, and by nothing else."""
+    valued: bool = False
+    """Token advantages are estimated by a value model, from the trajectory's reward."""
     constant_mean: bool = False
     """Every token is divided by sampling.max_new_tokens times the step's trajectories, whatever `loss_mean` says."""
 
@@ -43,12 +49,13 @@ ALGORITHMS = {
     "grpo": Algorithm(),
     "dr_grpo": Algorithm(constant_mean=True),
     "rloo": Algorithm(),
-    "reinforce_pp": Algorithm(divergence="reward", whitened=True),
+    "reinforce_pp": Algorithm(divergence="reward", whitened=True, compares=False),
     "reinforce_pp_baseline": Algorithm(whitened=True),
     "gspo": Algorithm(loss="sequence_clipped"),
+    "ppo": Algorithm(divergence="reward", whitened=True, compares=False, valued=True),
     "dpo": Algorithm(loss="preference", divergence="preference"),
-    "sft": Algorithm(loss="likelihood"),
-    "distill": Algorithm(divergence="teacher"),
+    "sft": Algorithm(loss="likelihood", compares=False),
+    "distill": Algorithm(divergence="teacher", compares=False),
 }
 """By `algorithm.name`. How each makes trajectory advantages of rewards: `ops/policy/advantages.py`."""
 
@@ -70,6 +77,14 @@ def check(algorithm: AlgorithmSpec) -> None:
     """SpecError on settings that this algorithm, or its correction, cannot use."""
     parts = algorithm_of(algorithm)
     correction_of(algorithm)
+    critic_of(algorithm)
+    if algorithm.critic and not parts.valued:
+        raise SpecError(f"algorithm.critic trains a value model, which {algorithm.name} has none of; set name: ppo")
+    if parts.compares and algorithm.samples_per_prompt < 2:
+        raise SpecError(
+            f"algorithm.samples_per_prompt=1 leaves {algorithm.name} nothing to compare a reply with; set 2 or more, or an "
+            "algorithm that judges replies by themselves, e.g. name: ppo"
+        )
     if parts.divergence in ("preference", "teacher") and not algorithm.kl_coef:
         raise SpecError(f"algorithm.name={algorithm.name} learns nothing with kl_coef=0; set it above 0, e.g. 0.1")
     if parts.divergence == "loss" and algorithm.kl_coef and algorithm.kl_estimator == "k1":

@@ -1,10 +1,13 @@
-"""PPO with a value model: generalised advantages and the value's loss. Pure functions; no run can select them yet."""
+"""PPO with a value model: generalised advantages, the value's loss, and how much the value explains."""
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+ROUNDING = 1e-12
+"""Returns that differ by less, relative to their size, are the same but for the rounding of sums of float64 numbers."""
 
 
 def generalised_advantages(
@@ -38,15 +41,39 @@ def generalised_advantages(
             f"advantages over {len(trained)} trained tokens with penalties {rewards.tolist()[:5]} and values "
             f"{kept.tolist()[:5]}; give at least one, and finite numbers at each"
         )
-    rewards[-1] = rewards[-1] + reward
+    rewards[-1] += reward
     after = torch.cat([kept[1:], kept.new_zeros(1)])
     delta = rewards + gamma * after - kept
-    found, later = torch.zeros_like(delta), delta.new_zeros(())
-    for t in range(len(delta) - 1, -1, -1):
-        later = found[t] = delta[t] + gamma * lam * later
+    found, later = delta.tolist(), 0.0
+    for t in range(len(found) - 1, -1, -1):
+        found[t] = later = found[t] + gamma * lam * later
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    advantages[trained], returns[trained] = found, found + kept
+    advantages[trained] = torch.tensor(found, dtype=values.dtype)
+    returns[trained] = advantages[trained] + kept
     return advantages, returns
+
+
+def estimates(
+    rewards: Float[Tensor, " tokens"],
+    penalties: Float[Tensor, " tokens"],
+    values: Float[Tensor, " tokens"],
+    trajectory: Int[Tensor, " tokens"],
+    gamma: float,
+    lam: float,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
+    """`generalised_advantages` of each trajectory among the trained tokens of a step: advantages and returns.
+
+    Args:
+        rewards: each token's trajectory's.
+        trajectory: ascending; a trajectory's tokens are in order.
+    """
+    sizes = torch.unique_consecutive(trajectory, return_counts=True)[1].tolist()
+    made = [
+        generalised_advantages(float(reward[0]), penalty, value, torch.ones_like(value, dtype=torch.bool), gamma, lam)
+        for reward, penalty, value in zip(*(x.split(sizes) for x in (rewards, penalties, values)), strict=True)
+    ]
+    advantages, returns = zip(*made, strict=True) if made else ((values,), (values,))
+    return torch.cat(advantages), torch.cat(returns)
 
 
 def value_loss(
@@ -72,3 +99,12 @@ def value_loss(
     near = old_values + (values - old_values).clamp(-clip, clip)
     plain, bounded = (values - returns).square(), (near - returns).square()
     return torch.maximum(plain, bounded) / (2 * denominators), bounded.detach() > plain.detach()
+
+
+def explained_variance(values: Float[Tensor, " tokens"], returns: Float[Tensor, " tokens"]) -> float | None:
+    """1 - Var(G - V) / Var(G): 1 when the value model foretells every return, 0 when it does no better than a constant;
+    None when all returns are the same, so that there is nothing to explain."""
+    spread = returns.var(unbiased=False)
+    if not spread > ROUNDING**2 * (returns.square() + values.square()).mean():
+        return None
+    return 1.0 - float((returns - values).var(unbiased=False) / spread)

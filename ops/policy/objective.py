@@ -16,7 +16,9 @@ from torch import Tensor
 from furlong.ops.policy import importance, returns
 from furlong.ops.policy.algorithms import algorithm_of, check, needs
 from furlong.ops.policy.corrections import WEIGHTED, correction_of
+from furlong.ops.policy.critic import critic_of
 from furlong.ops.policy.divergence import effective_share, estimate, mismatch
+from furlong.ops.policy.gae import estimates
 from furlong.ops.policy.loss import (
     clipped_loss,
     constant_denominators,
@@ -46,7 +48,7 @@ class TokenLoss:
 
 
 class Objective:
-    """The loss of one step. Build it once per step; it keeps no state between calls."""
+    """The loss of one step. Build it once per step; it keeps no state between calls, save the values of `ppo`."""
 
     def __init__(self, batch: TrainBatch, spec: RunSpec, others: OtherLogprobs):
         """Gather what the loss reads at trained tokens.
@@ -73,9 +75,13 @@ class Objective:
         self.denominators = self._denominators(lengths)
         self.whole = self._whole()
         """Whether `slopes` needs the log-probabilities of all trained tokens at once."""
-        if self.parts.whitened and not self._divergence_in_returns:
+        self._values: Tensor | None = None
+        self._estimated: tuple[Tensor, Tensor] | None = None
+        if self.parts.whitened and not self.parts.valued and not self._divergence_in_returns:
             self.advantages = returns.whitened(self.advantages)
         self._compared(batch, others)
+        if self.parts.valued and not self.tokens:
+            self.value(torch.zeros(0))
 
     def index(self, trajectory: Int[Tensor, " tokens"], offset: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
         """Numbers of tokens given by trajectory (index in the batch) and offset (in the reply).
@@ -89,6 +95,28 @@ class Objective:
                 "a token with a false mask has no number in the objective; pack the batch with its own masks"
             )
         return numbers
+
+    def value(self, values: Float[Tensor, " tokens"]) -> None:
+        """Take over what the value model says before each trained token, by number, under the weights that the step starts
+        from; `ppo` needs it before anything that follows.
+
+        Raises:
+            NonFiniteError: a value that is not finite, naming the trajectories.
+        """
+        values = values.detach().to("cpu", torch.float64)
+        if len(values) != self.tokens:
+            raise ValueError(f"{len(values)} values for {self.tokens} trained tokens; give one for each")
+        self._require("value", values)
+        self._values = values
+        self._estimated = None if self._divergence_in_returns else self._estimate(torch.zeros_like(values))
+
+    def targets(self, trainer: Float[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+        """Returns, which the value model learns, of all trained tokens by number.
+
+        Args:
+            trainer: log-probabilities under the weights that the step starts from; read where kl_coef is above 0.
+        """
+        return self._estimates(trainer.detach().to("cpu", torch.float64))[1]
 
     def slopes(self, index: Int[Tensor, " tokens"], logprobs: Float[Tensor, " tokens"]) -> TokenLoss:
         """Loss and its derivative at some trained tokens (all of them, in any order, where `whole`).
@@ -233,6 +261,8 @@ class Objective:
         return loss + self.algorithm.kl_coef * estimate(self.algorithm.kl_estimator, x - self.other[index])
 
     def _advantages(self, index: Tensor, now: Tensor) -> Tensor:
+        if self.parts.valued:
+            return self._estimates(now)[0][index]
         advantages, coefficient = self.advantages[index], self.algorithm.kl_coef
         if self.parts.divergence == "teacher":
             return returns.towards_teacher(advantages, now, self.other[index], coefficient)
@@ -241,6 +271,19 @@ class Objective:
             made = returns.returns_after_divergence(advantages, k1, self.trajectory[index], coefficient)
             return returns.whitened(made)
         return advantages
+
+    def _estimates(self, now: Tensor) -> tuple[Tensor, Tensor]:
+        """Whitened advantages and returns of all trained tokens, of which `now` is read where the divergence counts."""
+        if self._values is None:
+            raise ValueError("ppo makes its advantages of values, and none were given; call Objective.value first")
+        return self._estimated or self._estimate(self.algorithm.kl_coef * (now - self.other))
+
+    def _estimate(self, penalties: Tensor) -> tuple[Tensor, Tensor]:
+        critic = critic_of(self.algorithm)
+        advantages, targets = estimates(
+            self.advantages, penalties, self._values, self.trajectory, critic.gamma, critic.lam
+        )
+        return returns.whitened(advantages), targets
 
     def _divergence(self, trainer: Tensor) -> float | None:
         if self.other is None or not self.tokens:

@@ -12,7 +12,8 @@ from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, re
 SHOWN = (
     "reward_mean", "loss", "grad_norm", "learning_rate", "tokens_trained", "clip_fraction", "entropy",
     "ess", "rejected_fraction", "kl", "mismatch_coverage", "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3",
-    "mismatch_ess", "version_before", "version_after", "digest_before", "digest_after", "batch_digest",
+    "mismatch_ess", "value_loss", "value_explained", "value_grad_norm", "version_before", "version_after", "digest_before",
+    "digest_after", "batch_digest",
 )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def _witnessed(key: StepKey, step: dict[str, Any], algorithm: AlgorithmSpec) -> 
     """The gradients of all tokens that were to be trained on, and of no others, reached the optimiser: all but as many as
     clipping and the correction took out of the loss."""
     silent = round((step["clip_fraction"] + step["rejected_fraction"]) * step["tokens_trained"])
-    moving = _moving(step["outcomes"], algorithm)
+    moving = _moving(step, algorithm)
     for row in step["outcomes"]:
         lost = max(0, row["tokens_trained"] - row["tokens_reached"]) if row["trajectory_id"] in moving else 0
         silent -= lost
@@ -97,10 +97,13 @@ def _witnessed(key: StepKey, step: dict[str, Any], algorithm: AlgorithmSpec) -> 
             )
 
 
-def _moving(outcomes: list[dict[str, Any]], algorithm: AlgorithmSpec) -> set[str]:
+def _moving(step: dict[str, Any], algorithm: AlgorithmSpec) -> set[str]:
     """The trajectories whose tokens have a gradient, unless clipped or rejected."""
     parts = algorithm_of(algorithm)
-    trained = [row for row in outcomes if row["tokens_trained"]]
+    trained = [row for row in step["outcomes"] if row["tokens_trained"]]
+    if parts.valued:
+        # Where values differ no token is exactly at the mean; where they are all the same, as at first, some may be.
+        return {row["trajectory_id"] for row in trained} if step["value_explained"] else set()
     middle = 0.0
     if parts.whitened and trained:
         # What is exactly at the mean of the step's tokens is whitened to 0; rounding decides what is next to it.

@@ -66,7 +66,7 @@ class FSDPTrainer(RankTrainer):
         self.config = module.architecture()
 
     def _masters(self, module: PolicyModule) -> MasterWeights | ShardedMasters | LoraWeights:
-        if self.spec.trainer.lora_rank:
+        if self.spec.trainer.lora:
             return lora_of(module, self.spec, self.compute, self.ranks)
         if self.ranks.world == 1:
             return MasterWeights(module.named_weights(), self.spec.algorithm, self.compute)

@@ -30,12 +30,12 @@ class FSDPPasses:
     def logprobs(
         self, batch: TrainBatch, masks: Masks, index: Callable[[MicroBatch], Tensor], size: int
     ) -> Float[Tensor, " size"]:
-        return self._forward(batch, self._micros(batch, masks), index, size)
+        return self._forward(batch, share(batch, masks, self._budget, self._ranks), index, size)
 
     def gradients(
         self, batch: TrainBatch, objective: Objective
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Int[Tensor, " trajectories"]]:
-        micros = self._micros(batch, batch.masks)
+        micros = share(batch, batch.masks, self._budget, self._ranks)
         slopes = None
         if objective.whole:
             before = self._forward(batch, micros, lambda m: objective.index(m.trajectory, m.offset), objective.tokens)
@@ -70,13 +70,14 @@ class FSDPPasses:
             flat[index(micro)] = self._module(micro, batch.temperature)[0].to("cpu", torch.float64)
         return self._ranks.sum(flat)
 
-    def _micros(self, batch: TrainBatch, masks: Masks) -> list[MicroBatch]:
-        """This rank's micro-batches, as many as every other rank's: where they run out, empty ones."""
-        packed = pack(batch, masks, self._budget, self._ranks.world)
-        mine = packed[self._ranks.rank :: self._ranks.world]
-        rounds = -(-len(packed) // self._ranks.world)
-        mine += [empty_like(packed[0]) for _ in range(rounds - len(mine))]
-        return [_at(micro, device()) for micro in mine]
+
+def share(batch: TrainBatch, masks: Masks, budget: int, ranks: Ranks) -> list[MicroBatch]:
+    """This rank's micro-batches, as many as every other rank's: where they run out, empty ones."""
+    packed = pack(batch, masks, budget, ranks.world)
+    mine = packed[ranks.rank :: ranks.world]
+    rounds = -(-len(packed) // ranks.world)
+    mine += [empty_like(packed[0]) for _ in range(rounds - len(mine))]
+    return [_at(micro, device()) for micro in mine]
 
 
 def _at(micro: MicroBatch, where: torch.device) -> MicroBatch:

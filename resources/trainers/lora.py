@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from furlong.ops.policy.lora import PREFIX, SCALE, Adapter, adapters_of, gradients, is_adapted, merge, names_of, start
+from furlong.ops.policy.lora_settings import lora_chosen
 from furlong.ops.spec import RunSpec
 from furlong.ops.weights.layout import Piece, cut, whole_piece
 from furlong.resources.trainers.masters import (
@@ -63,8 +64,10 @@ class LoraWeights:
         self.algorithm, self.ranks = spec.algorithm, ranks
         self._compute, self._device, self._shapes, self._seed = compute, device, shapes, spec.seed
         self._published = getattr(torch, spec.model.dtype)
-        self._rank = spec.trainer.lora_rank
-        self._scale = torch.tensor(spec.trainer.lora_alpha / self._rank, dtype=torch.float32)
+        lora = lora_chosen(spec.trainer)
+        if lora is None:
+            raise ValueError("trainer.lora is empty, so there are no adapters to train; set its rank")
+        self._rank, self._scale = lora.rank, torch.tensor(lora.alpha / lora.rank, dtype=torch.float32)
         self._parts = {part.piece: part for part in parts}
         self._base = {piece: self._empty(piece) for piece in self._parts}
         self._gathered: dict[str, Tensor] | None = None

@@ -46,10 +46,17 @@ class PolicyModule(nn.Module):
 
         Recorded experts are replayed; RoutingError when a token went through others.
         """
-        weight = self.causal.get_output_embeddings().weight
         replay = Replay.of(micro, self.expert_shape[0])
+        hidden = self._hidden(micro, replay)
+        if replay is not None:
+            replay.require_checked(self.expert_shape[0])
+        weight = self.causal.get_output_embeddings().weight
+        return token_logprobs(hidden, weight, micro.place, micro.target, temperature)
+
+    def _hidden(self, micro: MicroBatch, replay: Replay | None) -> Float[Tensor, "places hidden"]:
+        """The final hidden states where a next token is wanted."""
         self.trunk = self.causal.get_input_embeddings()(micro.tokens)
-        unseen = torch.zeros(micro.visible.shape, dtype=weight.dtype, device=weight.device)
+        unseen = torch.zeros(micro.visible.shape, dtype=self.trunk.dtype, device=self.trunk.device)
         hidden = self.causal.get_decoder()(
             inputs_embeds=self.trunk,
             position_ids=micro.positions,
@@ -57,10 +64,7 @@ class PolicyModule(nn.Module):
             use_cache=False,
             **({} if replay is None else {REPLAY: replay}),
         ).last_hidden_state
-        if replay is not None:
-            replay.require_checked(self.expert_shape[0])
-        hidden = hidden.flatten(0, 1).index_select(0, micro.places)
-        return token_logprobs(hidden, weight, micro.place, micro.target, temperature)
+        return hidden.flatten(0, 1).index_select(0, micro.places)
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """Parameters by their Hugging Face names; of tied ones the first name only, as in a safetensors file."""
@@ -86,6 +90,27 @@ class PolicyModule(nn.Module):
         """The configuration as plain data, without where it came from; `module_of` takes it."""
         config = json.loads(self.causal.config.to_json_string(use_diff=False))
         return {key: value for key, value in config.items() if key not in ("_name_or_path", "transformers_version")}
+
+
+class ValueModule(PolicyModule):
+    """The policy's decoder with one output, the value, in place of its vocabulary's; it begins at 0 everywhere.
+
+    Experts that the policy went through are not replayed: they say nothing about this model's own.
+    """
+
+    def __init__(self, policy: PolicyModule) -> None:
+        """Takes over a module, which is no policy any more."""
+        super().__init__(policy.causal)
+        head = nn.Linear(self.causal.config.get_text_config().hidden_size, 1, bias=False)
+        nn.init.zeros_(head.weight)
+        self.causal.set_output_embeddings(head)
+
+    def forward(self, micro: MicroBatch) -> Float[Tensor, " tokens"]:
+        """The value before each wanted token, in float32 (float64 for float64)."""
+        hidden = self._hidden(micro, None)
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        weight = self.causal.get_output_embeddings().weight
+        return (hidden.to(wide) @ weight[0].to(wide))[micro.place]
 
 
 def _rms_norm(norm: nn.Module, hidden: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places hidden"]:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from furlong.ops.policy.algorithms import algorithm_of
 from furlong.ops.policy.loss import NonFiniteError, require_finite
 from furlong.ops.policy.objective import Objective
 from furlong.ops.policy.packing import Masks, check_batch
@@ -28,7 +29,9 @@ from furlong.ops.weights.layout import Piece, whole_piece
 from furlong.resources.trainers import snapshots
 from furlong.resources.trainers.deterministic import deterministic
 from furlong.resources.trainers.masters import UPDATES, master_dtype
+from furlong.resources.trainers.module import PolicyModule, load_module, module_of
 from furlong.resources.trainers.ranks import Ranks, usable_cores
+from furlong.resources.trainers.value_model import PREFIX, ValueModel
 
 STEP, RANDOM = Piece("step", 0, 0, 1), "random"
 
@@ -70,6 +73,8 @@ class RankTrainer(ABC):
         """The model's configuration as in its config.json; None before there is a model."""
         self.masters: Any = None
         self.passes: Passes
+        self.critic: ValueModel | None = None
+        """Of an algorithm with a value model, once there is a model."""
 
     @abstractmethod
     def _hold(self, config: dict[str, Any], folder: str) -> None:
@@ -134,10 +139,15 @@ class RankTrainer(ABC):
         logprobs = entropy = torch.zeros(0, dtype=torch.float64)
         if objective.tokens:
             with deterministic(), self._blaming():
+                if self.critic:
+                    values = self.critic.values(batch, objective)
+                    objective.value(values)
                 self.masters.begin()
                 logprobs, entropy, reached = self.passes.gradients(batch, objective)
                 norm = self.masters.gradient_norm()
                 metrics = objective.metrics(logprobs, entropy)
+                if self.critic:
+                    metrics |= self.critic.learn(batch, objective, values, objective.targets(logprobs))
                 self.masters.update(rate, norm)
         else:
             metrics = objective.metrics(logprobs, entropy)
@@ -153,12 +163,15 @@ class RankTrainer(ABC):
         """Digest of the complete master weights, whatever the layout. Rank 0 has it; one that gets no masters, nothing."""
         self._loaded()
         digests = {name: tensor_digest(whole) for name, whole in self.masters.complete()}
-        return weights_digest(digests) if digests or self.ranks.first else ""
+        has_them = bool(digests) or self.ranks.first
+        if self.critic:
+            digests |= {name: tensor_digest(whole) for name, whole in self.critic.complete()}
+        return weights_digest(digests) if has_them else ""
 
     def save(self, folder: str) -> None:
         """Write masters, optimiser, random state and step without copying them first: no step may run meanwhile."""
         self._loaded()
-        held = self.masters.state()
+        held = self.masters.state() | (self.critic.state() if self.critic else {})
         if self.ranks.first:
             random = torch.get_rng_state()
             held |= {STEP: torch.tensor([self.completed]), whole_piece(RANDOM, random.shape): random}
@@ -179,11 +192,14 @@ class RankTrainer(ABC):
         try:
             if self.config != saved.about["architecture"]:
                 self._hold(saved.about["architecture"], folder)
+                self.critic = self._value_model(lambda: module_of(saved.about["architecture"]))
             self._agreed(lambda: self._require_fit(saved, folder))
         except ValueError:
             vars(self).update(before)
             raise
         self.masters.load_state(saved.piece)
+        if self.critic:
+            self.critic.load_state(saved.piece)
         torch.set_rng_state(saved.tensor(RANDOM))
         self.completed = int(saved.tensor(STEP.name))
         return self.completed
@@ -201,10 +217,16 @@ class RankTrainer(ABC):
 
     def _begin(self, folder: str) -> None:
         """After the weights of a folder were loaded."""
+        self.critic = self._value_model(lambda: load_module(folder))
         if bad := self.masters.bad_weight():
             raise NonFiniteError(f"{folder}: tensor {bad} has a NaN or an infinity; convert or download it again")
         torch.manual_seed(self.spec.seed)
         self.completed = 0
+
+    def _value_model(self, make: Callable[[], PolicyModule]) -> ValueModel | None:
+        if not algorithm_of(self.spec.algorithm).valued:
+            return None
+        return ValueModel(make(), self.spec, self.layout.recompute, self.ranks)
 
     def _loaded(self) -> None:
         if self.config is None:
@@ -217,18 +239,23 @@ class RankTrainer(ABC):
         check_records(batch, *experts)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.masters.shapes() | {STEP.name: (1,), RANDOM: tuple(torch.get_rng_state().shape)}
+        shapes = self.masters.shapes() | (self.critic.shapes() if self.critic else {})
+        return shapes | {STEP.name: (1,), RANDOM: tuple(torch.get_rng_state().shape)}
 
     def _require_fit(self, saved: snapshots.Saved, folder: str) -> None:
         """Raise SnapshotError unless the state is one of this model, and the bytes that this rank will read are intact."""
-        shapes, held = self._shapes(), self._held()
+        shapes, held, counts = self._shapes(), self._held(), [UPDATES]
+        if self.critic:
+            held |= {piece: tensor.dtype for piece, tensor in self.critic.state().items()}
+            counts.append(PREFIX + UPDATES)
         odd = {name for name in shapes.keys() | saved.shapes if shapes.get(name) != saved.shapes.get(name)}
         odd |= {piece.name for piece, dtype in held.items() if saved.dtypes.get(piece.name) != dtype}
         if odd:
             raise snapshots.SnapshotError(
-                f"{folder} does not fit the model or trainer.compute_dtype at {sorted(odd)[:3]}; restore another save"
+                f"{folder} does not fit the model, the algorithm or trainer.compute_dtype at {sorted(odd)[:3]}; restore "
+                "another save"
             )
-        saved.check([*held, *(whole_piece(name, shapes[name]) for name in (UPDATES, STEP.name, RANDOM))])
+        saved.check([*held, *(whole_piece(name, shapes[name]) for name in (*counts, STEP.name, RANDOM))])
 
     def _agreed(self, work: Callable[[], Any]) -> Any:
         """What `work` gives here, unless it raised ValueError on any rank: then that, on all."""
@@ -246,6 +273,9 @@ class RankTrainer(ABC):
         try:
             yield
         except NonFiniteError as err:
-            if bad := self.masters.bad_weight():
+            bad = self.masters.bad_weight()
+            if not bad and self.critic and (bad := self.critic.bad_weight()):
+                bad = PREFIX + bad
+            if bad:
                 raise NonFiniteError(f"master weight {bad} has a NaN or an infinity, so: {err}") from err
             raise

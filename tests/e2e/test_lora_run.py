@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def lora(place, tmp_path_factory) -> str:
     """Path of the quick spec with adapters."""
     spec = yaml.safe_load(Path(place.spec).read_text())
-    spec["trainer"] |= {"lora_rank": 4, "lora_alpha": 8.0}
+    spec["trainer"]["lora"] = {"rank": 4, "alpha": 8.0}
     path = tmp_path_factory.mktemp("specs") / "lora.yaml"
     path.write_text(yaml.safe_dump(spec | {"name": "lora"}))
     return str(path)

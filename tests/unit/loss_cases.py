@@ -9,6 +9,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from furlong.ops.policy.objective import Objective
 from furlong.ops.protocols import OtherLogprobs, TrainBatch
 from furlong.ops.spec import RunSpec, load_spec
 
@@ -64,6 +65,19 @@ def tokens_of(batch: TrainBatch) -> list[Token]:
     return [(i, t) for i, mask in enumerate(batch.masks) for t, on in enumerate(mask) if on]
 
 
+def objective_of(batch: TrainBatch, spec: RunSpec, others: OtherLogprobs) -> Objective:
+    """The step's objective; of `ppo` with values that differ from token to token."""
+    objective = Objective(batch, spec, others)
+    if spec.algorithm.name == "ppo":
+        objective.value(torch.tensor([value_at(batch, i, t) for i, t in tokens_of(batch)], dtype=torch.float64))
+    return objective
+
+
+def value_at(batch: TrainBatch, i: int, t: int) -> float:
+    """By the trajectory's name, wherever it stands."""
+    return math.sin(7 * int(batch.trajectory_ids[i].split("-")[1]) + t)
+
+
 def literal_loss(batch: TrainBatch, spec: RunSpec, others: OtherLogprobs, x: dict[Token, Tensor]) -> Tensor:
     """The step's loss from scalars `x`, by the formulas of `ops/policy/algorithms.py` taken word by word."""
     a, tokens = spec.algorithm, tokens_of(batch)
@@ -95,7 +109,7 @@ def literal_loss(batch: TrainBatch, spec: RunSpec, others: OtherLogprobs, x: dic
             bounded = min(max(float(ratio.detach()), 1 - a.clip_low), 1 + a.clip_high)
             plain, cut = ratio * advantage[i, t], bounded * advantage[i, t]
             loss = -plain if plain.item() <= cut else torch.tensor(-cut, dtype=torch.float64)
-        if a.kl_coef and a.name not in ("reinforce_pp", "distill"):
+        if a.kl_coef and a.name not in ("reinforce_pp", "ppo", "distill"):
             gap = x[i, t] - others.reference[i][t]
             loss = loss + a.kl_coef * {"k1": gap, "k2": gap * gap / 2, "k3": torch.exp(-gap) - 1 + gap}[a.kl_estimator]
         total = total + weight[i, t] * loss / n
@@ -123,11 +137,25 @@ def token_advantages(batch: TrainBatch, a, others: OtherLogprobs, start: dict, o
                 made[i, t] -= a.kl_coef * (start[i, t] - others.teacher[i][t])
             if a.name == "reinforce_pp" and a.kl_coef:
                 made[i, t] -= a.kl_coef * sum(start[i, s] - others.reference[i][s] for s in of[i] if s >= t)
-    if a.name in ("reinforce_pp", "reinforce_pp_baseline"):
+            if a.name == "ppo":
+                made[i, t] = _gae(batch, a, others, start, i, of[i][of[i].index(t) :])
+    if a.name in ("reinforce_pp", "reinforce_pp_baseline", "ppo"):
         mean = math.fsum(made.values()) / len(made)
         deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in made.values()) / len(made))
         made = {k: (v - mean) / (deviation + 1e-8) for k, v in made.items()}
     return made
+
+
+def _gae(batch: TrainBatch, a, others: OtherLogprobs, start: dict, i: int, later: list[int]) -> float:
+    """Discounted sum of the value's errors from a token on, over the trained tokens `later`."""
+    gamma, lam = a.critic.get("gamma", 1.0), a.critic.get("lam", 0.95)
+    total = 0.0
+    for n, t in enumerate(later):
+        end = t == later[-1]
+        gain = batch.advantages[i] if end else gamma * value_at(batch, i, later[n + 1])
+        toll = a.kl_coef * (start[i, t] - others.reference[i][t]) if a.kl_coef else 0.0
+        total += (gamma * lam) ** n * (gain - toll - value_at(batch, i, t))
+    return total
 
 
 def literal_weights(a, d: dict[Token, float], advantage: dict[Token, float], of: dict) -> dict[Token, float]:

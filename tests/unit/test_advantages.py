@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import spec_of
 
@@ -13,7 +13,7 @@ from furlong.ops.records import Disposition
 TRAINED, FLAT, UNSCORED = Disposition.TRAINED, Disposition.ZERO_VARIANCE, Disposition.UNSCORED
 NOT_CHOSEN = Disposition.NOT_CHOSEN
 PLAIN, SCALED = (spec_of(normalise_std=std).algorithm for std in (False, True))
-NAMES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "dpo", "sft", "distill"]
+NAMES = ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "ppo", "dpo", "sft", "distill"]
 
 
 def algorithm(name, **more):
@@ -78,6 +78,7 @@ def test_lengths_must_agree():
         group_advantages([0.0], ["g", "g"], SCALED)
 
 
+@settings(deadline=None)
 @given(tables, st.booleans())
 def test_centred_finite_and_independent_of_order(table, std):
     chosen = SCALED if std else PLAIN
@@ -102,7 +103,7 @@ def test_each_algorithm_by_hand():
     plain, scaled = [0.5, -0.5, 0.0, 0.0], [0.5 / root, -0.5 / root, 0.0, 0.0]
     want = {
         "grpo": scaled, "gspo": scaled, "distill": scaled, "dr_grpo": plain, "reinforce_pp_baseline": plain,
-        "rloo": [1 - 1 / 3, 0 - 2 / 3, 0.0, 0.0], "reinforce_pp": rewards,
+        "rloo": [1 - 1 / 3, 0 - 2 / 3, 0.0, 0.0], "reinforce_pp": rewards, "ppo": rewards,
     }  # fmt: skip
     for name, advantages in want.items():
         assert [a for a, _ in rows(rewards, name)] == pytest.approx(advantages), name
@@ -122,11 +123,12 @@ def test_pairs_and_favourites_among_equals():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("rewards", [[0.5, 0.5, 0.5], [0.5], [0.5, None]])
 def test_equal_rewards_train_only_where_rewards_are_not_all_that_is_compared(name, rewards):
-    advantage = {"reinforce_pp": 0.5, "sft": 1.0, "distill": 0.0}
+    advantage = {"reinforce_pp": 0.5, "ppo": 0.5, "sft": 1.0, "distill": 0.0}
     want = (advantage[name], TRAINED) if name in advantage else (0.0, FLAT)
     assert rows(rewards, name) == [(0.0, UNSCORED) if reward is None else want for reward in rewards]
 
 
+@settings(deadline=None)
 @given(tables, st.sampled_from(NAMES))
 def test_only_trained_trajectories_have_an_advantage(table, name):
     outcomes = group_advantages([r for r, _ in table], [g for _, g in table], CHOSEN[name])
@@ -139,6 +141,7 @@ def test_only_trained_trajectories_have_an_advantage(table, name):
             assert signs in ([], [-1.0, 1.0])
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=8))
 def test_rloo_is_the_reward_over_the_mean_of_the_others(rewards):
     for index, (advantage, kind) in enumerate(rows(rewards, "rloo")):

@@ -90,6 +90,24 @@ def test_reinforce_pp_baseline_by_hand():
     assert step.slope.tolist() == pytest.approx([-1 / math.sqrt(2) / 4] * 2 + [2 / math.sqrt(2) / 2])
 
 
+def test_ppo_by_hand():
+    """Values 1, 0 and 1, rewards 2 and 1, gamma 1 and lam 1/2, and a divergence of ln 2 at the second token: errors -1,
+    2 - 1/2 and 0, advantages -1 + 3/4, 3/2 and 0, of mean 5/12."""
+    reference = ((-1.0, -1 - LN2), (-1.0,))
+    batch, spec = two_replies([2.0, 1.0]), spec_of(name="ppo", kl_coef=0.5 / LN2, critic={"lam": 0.5})
+    objective = Objective(batch, spec, OtherLogprobs(reference=reference))
+    with pytest.raises(ValueError, match=r"Objective\.value first"):
+        objective.slopes(torch.arange(3), float64([-1.0] * 3))
+    with pytest.raises(ValueError, match="2 values for 3 trained tokens"):
+        objective.value(float64([1.0, 0.0]))
+    objective.value(float64([1.0, 0.0, 1.0]))
+    step = objective.slopes(torch.arange(3), float64([-1.0] * 3))
+    gaps = float64([-1 / 4 - 5 / 12, 3 / 2 - 5 / 12, -5 / 12])
+    white = gaps / gaps.square().mean().sqrt()
+    assert step.slope.tolist() == pytest.approx((-white / float64([4, 4, 2])).tolist())
+    assert objective.targets(float64([-1.0] * 3)).tolist() == pytest.approx([3 / 4, 3 / 2, 1.0])
+
+
 def test_dpo_by_hand():
     """Margins 2 ln 2 and 0 at beta 1/2: the pair is right with probability 2/3."""
     reference = ((-1 - LN2, -1 - LN2), (-1.0,))
@@ -169,7 +187,7 @@ def test_every_name_of_the_spec_is_an_algorithm():
 
 def test_what_each_needs():
     assert needs(spec_of().algorithm) == frozenset()
-    for name in ("grpo", "rloo", "reinforce_pp", "gspo", "sft", "dpo"):
+    for name in ("grpo", "rloo", "reinforce_pp", "ppo", "gspo", "sft", "dpo"):
         assert needs(spec_of(name=name, kl_coef=0.1).algorithm) == {"reference"}, name
     assert needs(spec_of(name="distill", teacher="folder", kl_coef=0.1).algorithm) == {"teacher"}
 
@@ -180,6 +198,8 @@ def test_what_each_needs():
         ({"name": "dpo"}, "learns nothing with kl_coef=0"),
         ({"name": "distill", "teacher": "folder"}, "learns nothing with kl_coef=0"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "set k2 or k3"),
+        ({"critic": {"lam": 0.9}}, "which grpo has none of; set name: ppo"),
+        ({"name": "ppo", "critic": {"updates": 0}}, "updates 1 or more"),
         ({"name": "sft", "correction": "tis"}, "leave it at ratio"),
         ({"name": "dpo", "kl_coef": 0.1, "correction": "mis"}, "leave it at ratio"),
         ({"name": "sft", "correction_options": {"veto": 0.1}}, "do nothing for sft"),
@@ -197,6 +217,7 @@ def test_settings_that_are_refused(settings, told):
         {},
         {"name": "reinforce_pp", "kl_coef": 0.1, "kl_estimator": "k1"},
         {"name": "dpo", "kl_coef": 0.1, "correction": "none"},
+        {"name": "ppo", "kl_coef": 0.1, "kl_estimator": "k1", "critic": {"gamma": 1, "lam": 0, "updates": 4}},
         {"correction": "ratio", "correction_options": {"reject": "sequence", "reject_low": 0.1, "reject_high": 10.0}},
     ],
 )

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from furlong.ops.policy.gae import generalised_advantages, value_loss
+from furlong.ops.policy.gae import estimates, explained_variance, generalised_advantages, value_loss
 
 
 def float64(values):
@@ -84,3 +84,24 @@ def test_value_loss_against_plain_python(rows):
     for one, (v, o, g) in zip(got.tolist(), rows, strict=True):
         near = o + min(max(v - o, -0.3), 0.3)
         assert one == pytest.approx(max((v - g) ** 2, (near - g) ** 2) / 10, abs=1e-12)
+
+
+def test_each_trajectory_of_a_step_by_itself():
+    trajectory, rewards = torch.tensor([0, 0, 2, 5, 5, 5]), float64([1, 1, 3, -1, -1, -1])
+    penalties, values = float64([0.1, 0.2, 0.3, 0.4, 0.5, 0.6]), float64([1, 2, 3, 4, 5, 6])
+    advantages, returns = estimates(rewards, penalties, values, trajectory, 0.9, 0.8)
+    for mine in (slice(0, 2), slice(2, 3), slice(3, 6)):
+        on = torch.ones_like(values[mine], dtype=torch.bool)
+        want = generalised_advantages(float(rewards[mine][0]), penalties[mine], values[mine], on, 0.9, 0.8)
+        assert torch.equal(advantages[mine], want[0])
+        assert torch.equal(returns[mine], want[1])
+    nothing = estimates(*(torch.zeros(0).double(),) * 3, torch.zeros(0, dtype=torch.long), 1.0, 1.0)
+    assert [len(x) for x in nothing] == [0, 0]
+
+
+def test_explained_variance_by_hand():
+    returns = float64([0.0, 1.0, 2.0, 3.0])
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance(torch.ones(4).double(), returns) == 0.0
+    assert explained_variance(float64([0.0, 1.0, 2.0, 5.0]), returns) == pytest.approx(1 - 0.75 / 1.25)
+    assert explained_variance(returns, float64([0.7, 0.7, 0.7 + 1e-16, 0.7])) is None

@@ -17,6 +17,7 @@ from furlong.ops.weights.delta import encode_and_digest
 from furlong.ops.weights.digest import manifest
 from furlong.resources.engines.local import LocalEngine
 from furlong.resources.trainers.fsdp import FSDPTrainer
+from furlong.resources.trainers.fsdp_passes import share
 from furlong.resources.trainers.module import load_module
 from furlong.resources.trainers.snapshots import SnapshotError
 
@@ -85,7 +86,7 @@ def test_gradients_are_those_of_autograd_through_base_and_adapters(request, whic
             a, b = (leaves[part] for part in names_of(name))
             weights[f"causal.{name}"] = tensor.double() + 6.0 / 3 * (b @ a)
     objective, loss = Objective(batch, trainer.spec, ALONE), 0.0
-    for micro in trainer.passes._micros(batch, batch.masks):
+    for micro in share(batch, batch.masks, 24, trainer.ranks):
         logprobs, _ = torch.func.functional_call(module, weights, (micro, batch.temperature), tie_weights=True)
         slopes = objective.slopes(objective.index(micro.trajectory, micro.offset), logprobs).slope
         loss = loss + (logprobs * slopes).sum()

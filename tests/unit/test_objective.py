@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loss_cases import literal_loss, random_step, spec_of, tokens_of
+from loss_cases import literal_loss, objective_of, random_step, spec_of, tokens_of
 
 from furlong.ops.policy.loss import NonFiniteError
 from furlong.ops.policy.objective import Objective
@@ -24,6 +24,9 @@ CASES = [
     {"name": "reinforce_pp"},
     {"name": "reinforce_pp", "kl_coef": 0.2, "loss_mean": "token"},
     {"name": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_estimator": "k2"},
+    {"name": "ppo"},
+    {"name": "ppo", "kl_coef": 0.2, "loss_mean": "token", "critic": {"gamma": 0.9, "lam": 0.7}},
+    {"name": "ppo", "correction": "tis", "correction_options": {"high": 1.2}},
     {"name": "gspo", "clip_low": 0.1, "clip_high": 0.1},
     {"name": "gspo", "correction": "mis", "correction_options": {"level": "geometric"}},
     {"name": "gspo", "correction": "icepop", "correction_options": {"low": 0.7, "high": 1.5}},
@@ -50,7 +53,7 @@ def made(case, seed):
         batch,
         spec,
         others,
-        Objective(batch, spec, others),
+        objective_of(batch, spec, others),
         torch.tensor(list(trainer.values()), dtype=torch.float64),
     )
 
@@ -130,7 +133,7 @@ def test_the_order_of_samples_does_not_matter(step, rng):
     moved = replace(batch, **{name: tuple(getattr(batch, name)[i] for i in order) for name in FIELDS})
     rows = {name: tuple(getattr(others, name)[i] for i in order) for name in ("reference", "teacher")}
     of = dict(zip(tokens_of(batch), x.tolist(), strict=True))
-    there = Objective(moved, spec, OtherLogprobs(**rows))
+    there = objective_of(moved, spec, OtherLogprobs(**rows))
     tokens = [(order[i], t) for i, t in tokens_of(moved)]
     got = whole_step(there, torch.tensor([of[token] for token in tokens], dtype=torch.float64))
     number = {token: n for n, token in enumerate(tokens_of(batch))}
@@ -162,7 +165,7 @@ def test_masked_rows_and_masked_tokens_are_never_read(step, extra):
         trajectory_ids=(*batch.trajectory_ids, *(f"masked-{i}" for i in range(extra))),
     )
     rows = {name: longer(getattr(others, name), nan) for name in ("reference", "teacher")}
-    there = Objective(wider, spec, OtherLogprobs(**rows))
+    there = objective_of(wider, spec, OtherLogprobs(**rows))
     entropy = torch.ones_like(x)
     assert there.metrics(x, entropy) == objective.metrics(x, entropy)
     assert torch.equal(whole_step(there, x).slope, whole_step(objective, x).slope)

@@ -73,6 +73,17 @@ def test_replies_at_the_mean_of_a_whitened_step_have_no_gradient_and_the_others_
             _witnessed(KEY, step_record({"advantage": 0.0} | silent, {"advantage": 1.0}), algorithm(name))
 
 
+def test_where_values_differ_every_reply_has_a_gradient():
+    """Whatever its reward is beside the others'; where they are all the same, some advantages may be."""
+    step = step_record({"tokens_reached": 0}, {"advantage": 1.0})
+    with pytest.raises(StageError, match="trajectory t "):
+        _witnessed(KEY, step | {"value_explained": -0.25}, algorithm("ppo"))
+    for same in (0.0, None):
+        _witnessed(KEY, step | {"value_explained": same}, algorithm("ppo"))
+        with pytest.raises(StageError, match="trajectory u "):
+            _witnessed(KEY, step_record({}, {"tokens_reached": 4}) | {"value_explained": same}, algorithm("ppo"))
+
+
 def test_a_preference_without_its_other_side_has_no_gradient():
     better, worse = {"advantage": 1.0}, {"advantage": -1.0}
     empty, silent = {"tokens_trained": 0, "tokens_reached": 0}, {"tokens_reached": 0}

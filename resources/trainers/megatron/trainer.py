@@ -58,7 +58,7 @@ class MegatronTrainer(RankTrainer):
         self.architecture = architecture_of(config, Path(folder) / "config.json")
         chunks = build(self.architecture, self.place, self.compute)
         schedule.prepare(chunks)
-        if self.spec.trainer.lora_rank:
+        if self.spec.trainer.lora:
             self.masters = MegatronLora(chunks, self.spec, self.ranks)
         else:
             self.masters = MegatronMasters(chunks, self.spec.algorithm, self.ranks)
