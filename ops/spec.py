@@ -39,10 +39,8 @@ Options = dict[str, int | float | str | bool]
 class ScratchSpec(Frozen):
     """A policy made here: random weights of a transformers config, then supervised fine-tuning on demonstrations."""
 
-    architecture: Literal["llama", "qwen2", "qwen3", "qwen3_moe"] = "llama"
-    """Which transformers configuration class is built."""
     config: Options = {}
-    """Sizes of that configuration by its own names, e.g. `hidden_size: 96`; see `SIZES` in `ops/policy/bootstrap.py`."""
+    """The configuration by its own names, e.g. `model_type: qwen3`, `hidden_size: 96`; `ops/policy/bootstrap.py` has all."""
     sft: Options = {}
     """The fine-tuning before RL: `steps`, `batch`, `learning_rate`, `demo_noise`; see `Sft` in `ops/policy/bootstrap.py`."""
 
@@ -269,6 +267,9 @@ class RunSpec(Frozen):
     """The learning rule."""
     trainer: TrainerSpec = TrainerSpec()
     """The trainer."""
+    draft: Options = {}
+    """The draft that proposes tokens for speculative decoding and learns beside the policy, e.g. `{kind: eagle3}`; empty for
+    none. See `DraftSettings` in `ops/draft/settings.py`."""
     evals: EvalSpec = EvalSpec()
     """The measurements."""
 

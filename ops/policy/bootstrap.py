@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from furlong.ops.identity import counter_seed
 from furlong.ops.options import chosen
+from furlong.ops.policy.architecture import KINDS
 from furlong.ops.policy.bootstrap_tools import (
     AFTER_CALL,
     ALPHABET,
@@ -85,7 +86,7 @@ class Sft:
 
 def check_scratch(spec: ScratchSpec) -> Sft:
     """The fine-tuning's settings; SpecError on unknown names and on sizes that no model can have."""
-    moe = spec.architecture == "qwen3_moe"
+    moe = _kind(spec) == "qwen3_moe"
     sizes = _sizes(spec)
     heads, kv, hidden = (sizes[k] for k in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
     if heads % kv or hidden % heads or min(sizes.values()) < 0:
@@ -100,13 +101,19 @@ def check_scratch(spec: ScratchSpec) -> Sft:
     return chosen("model.scratch.sft", Sft, spec.sft)
 
 
+def _kind(spec: ScratchSpec) -> str:
+    kind = spec.config.get("model_type", "llama")
+    if kind not in KINDS:
+        raise SpecError(f"model.scratch.config: model_type={kind!r} cannot be made; use one of {', '.join(KINDS)}")
+    return kind
+
+
 def _sizes(spec: ScratchSpec) -> dict[str, Any]:
-    known = SIZES | (EXPERTS if spec.architecture == "qwen3_moe" else {})
-    if odd := sorted(set(spec.config) - set(known)):
-        raise SpecError(
-            f"model.scratch.config: {odd[0]!r} is not a size of {spec.architecture}; use {', '.join(known)}"
-        )
-    return known | spec.config
+    kind = _kind(spec)
+    known = SIZES | (EXPERTS if kind == "qwen3_moe" else {})
+    if odd := sorted(set(spec.config) - set(known) - {"model_type"}):
+        raise SpecError(f"model.scratch.config: {odd[0]!r} is not a size of {kind}; use {', '.join(known)}")
+    return known | {name: size for name, size in spec.config.items() if name != "model_type"}
 
 
 def make_scratch(spec: ScratchSpec, data: DataSpec, seed: int, target: Path, dtype: str) -> None:
@@ -184,7 +191,7 @@ def _build(spec: ScratchSpec, vocabulary_size: int, context: int) -> Any:
 
     sizes = _sizes(spec)
     config = AutoConfig.for_model(
-        spec.architecture,
+        _kind(spec),
         vocab_size=vocabulary_size,
         head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
         max_position_embeddings=context,
