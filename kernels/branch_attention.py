@@ -55,10 +55,10 @@ def branch_attention(
         backend: see `backends.backend_of`; never another one.
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, heads that are no multiple of kv_heads, or a scale that
-            is not finite.
+            is not finite and above 0.
         ImportError: the backend is not installed.
     """
-    entries = _listed("k_branch", k_branch, v_branch), _listed("v_branch", v_branch, k_branch)
+    entries = listed_entries("k_branch", k_branch, v_branch), listed_entries("v_branch", v_branch, k_branch)
     check_main(k_main, v_main, rows)
     check_branches(q, k_main, *entries, branches)
     plan = plan_trunk(*branches.main_view(), rows)
@@ -88,6 +88,7 @@ def branch_forward(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, branches: BranchLayout, scale: float
 ) -> tuple[Float[Tensor, "branches queries heads head_dim"], Float[Tensor, "branches queries heads"]]:
     """A backend's `branch_forward`, with the branches of padding rows seeing nothing."""
+    q, k, v = _met(branches, (q,), (k, v))
     return _without_padding(*backend.branch_forward(q, k, v, branches.sees, scale), branches)
 
 
@@ -104,6 +105,7 @@ def joined(
     if not branches.entries:
         return trunk
     if isinstance(backend, MergingBackend):
+        q, k, v = _met(branches, (q,), (k, v))
         return _without_padding(*backend.merged_branch_forward(*trunk, q, k, v, branches.sees, scale), branches)
     return merge(*trunk, *branch_forward(backend, q, k, v, branches, scale))
 
@@ -120,9 +122,21 @@ def branch_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A backend's `branch_backward`, with no gradient to or from the branches of padding rows."""
+    grad, q, out, k, v = _met(branches, (grad, q, out), (k, v))
     grads = backend.branch_backward(grad, q, k, v, out, lse, branches.sees, scale)
     padding = (branches.document == NOBODY)[:, None, None, None]
     return tuple(x.masked_fill(padding, 0.0) for x in grads) if padding.any() else grads
+
+
+def _met(
+    branches: BranchLayout, of_queries: Sequence[Tensor], of_entries: Sequence[Tensor]
+) -> tuple[Float[Tensor, "branches queries_or_entries heads_or_kv_heads head_dim"], ...]:
+    """0 in queries that see no entry and in entries that no query sees: NaN there would be 0 times NaN in a product."""
+    cleared = []
+    for seen, tensors in ((branches.sees.any(1), of_queries), (branches.sees.any(0), of_entries)):
+        blind = None if seen.all() else ~seen[None, :, None, None]
+        cleared += [x if blind is None else x.masked_fill(blind, 0.0) for x in tensors]
+    return tuple(cleared)
 
 
 def _without_padding(out: Tensor, lse: Tensor, branches: BranchLayout) -> tuple[Tensor, Tensor]:
@@ -135,13 +149,15 @@ def _without_padding(out: Tensor, lse: Tensor, branches: BranchLayout) -> tuple[
 def scale_of(scale: float | None, q: Tensor) -> float:
     """The scale of the scores, 1 / sqrt(head_dim) by default.
 
+    Flash kernels mask scores before they scale them: times 0 or less, what is hidden would be NaN or come first.
+
     Raises:
-        ValueError: it is not finite.
+        ValueError: it is not finite and above 0.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not math.isfinite(scale):
+    if not 0 < scale < math.inf:
         raise ValueError(
-            f"attention: the scale of the scores is {scale}; give a finite one, or None for 1/sqrt(head_dim)"
+            f"attention: the scale of the scores is {scale}; give a finite one above 0, or None for 1/sqrt(head_dim)"
         )
     return scale
 
@@ -210,7 +226,12 @@ def _check_alike(main: Tensor, others: dict[str, Tensor]) -> None:
             )
 
 
-def _listed(name: str, entries: Entries, like: Entries) -> tuple[Tensor, ...]:
+def listed_entries(name: str, entries: Entries, like: Entries) -> tuple[Tensor, ...]:
+    """The tensors that entries are given in: one, or one per entry.
+
+    Raises:
+        ValueError: other dimensions, or `like`, the other of k_branch and v_branch, is given in the other way.
+    """
     stacked = isinstance(entries, Tensor)
     parts = (entries,) if stacked else tuple(entries)
     wrong = [x.ndim for x in parts if x.ndim != 3 + stacked]

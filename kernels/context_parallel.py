@@ -28,6 +28,7 @@ from furlong.kernels.branch_attention import (
     check_branches,
     check_main,
     joined,
+    listed_entries,
     scale_of,
 )
 from furlong.kernels.branches import BranchLayout, test_time_training
@@ -145,9 +146,12 @@ def plan_call(
     if isinstance(strategy, int):
         chosen = "gather" if gathered <= strategy else "ring"
     found, problem = None, _problem(k, layout, ring, chosen)
+    entries = each(k_branch), each(v_branch)
     try:
+        listed_entries("k_branch", k_branch, v_branch)
+        listed_entries("v_branch", v_branch, k_branch)
         check_main(k, v, layout.rows(min(ring.rank, layout.ranks - 1)))
-        check_branches(q, k, each(k_branch), each(v_branch), branches)
+        check_branches(q, k, *entries, branches)
         scale, found = scale_of(scale, q), backend_of(backend)
     except (ValueError, ImportError) as error:
         problem = problem or str(error)
@@ -161,6 +165,7 @@ def plan_call(
         "scale": scale,
         "backend": backend,
         "shared": shared is not None,
+        "gradient": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *entries[0], *entries[1])),
     }
     listed = not isinstance(k_branch, Tensor)
     return Job(name, layout, branches, ring, str(chosen), scale, found, same, problem, listed, shared)
@@ -172,6 +177,7 @@ class Travelling(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, job: Job, q: Tensor, k: Tensor, v: Tensor, *entries: Tensor) -> Tensor:
         with job.ring.call(f"{job.name}, forward", job.same, job.problem):
+            ctx.number = job.ring.number
             flat = q.flatten(0, 1)
             out = flat.new_zeros(flat.shape, dtype=wide(q.dtype))
             lse = out.new_full(out.shape[:-1], float("-inf"))
@@ -192,7 +198,7 @@ class Travelling(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *entries = ctx.saved_tensors
         job: Job = ctx.job
-        with job.ring.call(f"{job.name}, backward", job.same):
+        with job.ring.call(f"{job.name}, backward of number {ctx.number}", job.same):
             dq, entry_grads = branch_gradients(job, grad, q, entries, out, lse)
             flat = [x.flatten(0, 1) for x in (grad, q, out, lse)]
             home = CARRIERS[job.strategy][1](job.ring) if job.shared is None else job.shared

@@ -188,6 +188,7 @@ class _Exchange(torch.autograd.Function):
     ) -> Tensor:
         ctx.plan, ctx.ring, ctx.same = plan, ring, same
         with ring.call("halo", same, problem):
+            ctx.number = ring.number
             leaving = [x[rows.to(x.device)] for rows in plan.gives]
             return torch.cat([x, *_traded(ring, "halo", leaving, plan.takes)])
 
@@ -196,7 +197,7 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, ring = ctx.plan, ctx.ring
         own, *leaving = grad.split([len(plan.at), *plan.takes])
-        with ring.call("halo gradient", ctx.same):
+        with ring.call(f"halo gradient of number {ctx.number}", ctx.same):
             home = _traded(ring, "halo gradient", leaving, [len(rows) for rows in plan.gives])
         total = own.to(torch.float64 if grad.dtype == torch.float64 else torch.float32, copy=True)
         for rows, part in zip(plan.gives, home, strict=True):

@@ -68,7 +68,8 @@ class Ring:
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.ledger = Ledger()
-        self._turn = 0
+        self.number = 0
+        """Of the latest call, the same on all ranks: a backward pass names its forward pass by it."""
         self._call = ""
         self._broken = ""
         self._in_flight: list[Pending] = []
@@ -89,9 +90,9 @@ class Ring:
             raise ContextParallelError(
                 f"rank {self.rank} cannot start {name}: the ring broke earlier ({self._broken}); start the ranks again"
             )
-        self._turn += 1
+        self.number += 1
         self._call = name
-        facts = {"call": f"{name} (number {self._turn})", **{key: str(value) for key, value in same.items()}}
+        facts = {"call": f"{name} (number {self.number})", **{key: str(value) for key, value in same.items()}}
         words = self._agree(facts, problem, own)
         try:
             yield words
@@ -188,9 +189,9 @@ def _header(facts: dict[str, str], problem: str, own: str) -> bytes:
     body = "\n".join(" ".join(line.split()) for line in lines).encode()
     room = HEADER_BYTES - len(body) - 1
     if room < 0:
-        raise ContextParallelError(
-            f"a header of {len(body)} bytes is longer than {HEADER_BYTES}; say less in it: {lines}"
-        )
+        # The others are waiting for one.
+        long = f"a header of {len(body)} bytes is longer than {HEADER_BYTES}; say less in it: {' '.join(lines)}"
+        return _header({}, problem or long, "")
     return (" ".join(problem.split()).encode()[:room] + b"\n" + body).ljust(HEADER_BYTES, b"\0")
 
 

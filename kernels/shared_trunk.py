@@ -85,9 +85,12 @@ class Sums:
         self._ring = ring
         self._sums: dict[int, Block] = {}
         self._kept: list[tuple[int, Block]] = []
+        self._first = 0
+        """Number of the first pass's call: ranks that make several trunks agree by it on which one they mean."""
 
     def blocks(self, strategy: str, key: Tensor, value: Tensor) -> Iterator[tuple[int, Block]]:
         """The trunk's blocks as `gathered.CARRIERS` gives them; gathered ones are kept for the next pass."""
+        self._first = self._first or self._ring.number
         if self._kept:
             yield from self._kept
             return
@@ -110,7 +113,7 @@ class Sums:
     def home(self, like: Tensor) -> Block:
         """Gradients of this rank's own keys and values, from all ranks and passes; all ranks make this call together."""
         ring = self._ring
-        with ring.call("gradients of a shared trunk", {"key": tuple(like.shape)}):
+        with ring.call(f"gradients of the shared trunk of number {self._first}", {"key": tuple(like.shape)}):
             homeward = CARRIERS["gather" if self._kept else "ring"][1](ring)
             for hop in range(ring.ranks):
                 source = (ring.rank - hop) % ring.ranks

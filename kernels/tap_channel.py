@@ -148,7 +148,7 @@ class TapChannel:
         self._check()
         self._projects()
         if self._source:
-            self._source.projection.load()
+            self._source.load()
         elif self._draft:
             shapes = {layer: tuple(w.shape) for layer, w in (weights or {}).items()}
             expected = dict.fromkeys(self._draft.layers, (self._project, self._hidden))
@@ -167,7 +167,7 @@ class TapChannel:
         self._check()
         self._projects()
         if self._source:
-            return self._source.projection.gradients()
+            return self._source.gradients()
         return self._draft.gradients() if self._draft else {}
 
     @property

@@ -1,7 +1,7 @@
 """The receiving side of a TapChannel: the draft's stage takes taps by key, uses them in place, and frees their slots."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -13,6 +13,7 @@ from furlong.kernels.tap_protocol import (
     END,
     GRADIENT,
     HEADER_BYTES,
+    SETTLE,
     Header,
     TapCancelled,
     TapError,
@@ -20,18 +21,23 @@ from furlong.kernels.tap_protocol import (
     digest,
     payload,
 )
-from furlong.kernels.tap_slots import Inbox, Local, MicroBatch, Outbox, Wire
+from furlong.kernels.tap_slots import Inbox, Local, MicroBatch, Outbox, Transfer, Wire
 from furlong.kernels.tap_source import DATA_TAG, GRADIENT_TAG, project
 from furlong.kernels.tap_weights import WEIGHT_GRADIENT_TAG, WEIGHT_TAG, WeightGradients
 
 
 class Arrivals:
-    """One stage's messages on the draft's stage, by key."""
+    """One stage's messages on the draft's stage, by key.
+
+    Args:
+        refuse: told (stage, micro-batch) of every one that nobody will use: who projects keeps it until it hears.
+    """
 
     def __init__(
         self, wire: Wire, peer: int, layers: Sequence[int], rows: int, width: int, count: int, dtype: torch.dtype,
-        landing: int, verify: bool,
+        landing: int, verify: bool, refuse: Callable[[int, MicroBatch], None],
     ):  # fmt: skip
+        self._refuse = refuse
         self._wire, self.peer, self.layers = wire, peer, tuple(layers)
         self._rows, self._width, self._count, self._dtype, self._verify = rows, width, count, dtype, verify
         self.inbox = Inbox(wire, peer, DATA_TAG, landing, count * rows * width * dtype.itemsize)
@@ -41,12 +47,10 @@ class Arrivals:
         self._unwanted: set[MicroBatch] = set()
         self._step = -1
         self._ends = 0
-        self.refused: list[MicroBatch] = []
-        """Data that nobody will use, whose sender has yet to hear of it."""
 
     @property
-    def occupied(self) -> int:
-        return len(self._slots)
+    def held(self) -> list[MicroBatch]:
+        return list(self._slots)
 
     def take(self, micro_batch: MicroBatch) -> Float[Tensor, "count rows width"]:
         """A micro-batch's rows, in place; waits until they are here."""
@@ -85,10 +89,14 @@ class Arrivals:
     def cancel(self, micro_batch: MicroBatch) -> None:
         """Drop a micro-batch's message: now, or as soon as it comes."""
         if micro_batch in self._slots:
-            self.refused.append(micro_batch)
             self.release(micro_batch)
-        elif micro_batch not in self._seen:
+            self._refuse(self.peer, micro_batch)
+        elif micro_batch not in self._seen | self._unwanted:
             self._unwanted.add(micro_batch)
+            self._refuse(self.peer, micro_batch)
+        # Unread, more than there are landing slots would keep the sender's own slots from ever being free.
+        while len(self._unwanted) > len(self.inbox) and self.inbox.posted:
+            self._receive("the taps of cancelled micro-batches", None)
 
     def close(self, until: float) -> None:
         """Drop what comes until the sender has said on every posted slot that nothing more does."""
@@ -132,11 +140,9 @@ class Arrivals:
         if header.kind == DATA and wanted:
             self._slots[micro_batch] = (index, header.rows)
             return
-        if header.kind == DATA:
-            self.refused.append(micro_batch)
-        elif wanted:
-            self._cancelled.add(micro_batch)
         self.inbox.post(index)
+        if wanted:
+            self._cancelled.add(micro_batch)
 
     def _problem(self, header: Header, micro_batch: MicroBatch) -> str:
         if micro_batch in self._seen:
@@ -176,7 +182,7 @@ class Draft:
         self.arrivals = [
             Arrivals(
                 wire, stage, layers, rows, hidden if out is None else out, len(layers) if out is None else 1, dtype,
-                landing, verify,
+                landing, verify, (lambda peer, micro_batch: None) if out is None else self._refuse,
             )
             for stage, layers in enumerate(held)
             if layers and stage != wire.stage
@@ -185,7 +191,9 @@ class Draft:
         self.high_water = 0
         self.gradient_bytes = self.weight_bytes = self.header_bytes = 0
         self._source_slots = {one.peer: slots[one.peer] for one in self.arrivals}
-        self._hidden, self._weights_sent = hidden, []
+        self._hidden = hidden
+        self._weights_sent: list[Transfer] = []
+        self._notices: list[Transfer] = []
         self.layers = tuple(layer for layers in held for layer in layers)
         self.weights: Mapping[int, Tensor] = {}
         if out is not None:
@@ -248,7 +256,6 @@ class Draft:
         self.local.release(micro_batch)
         for one in self.arrivals:
             one.cancel(micro_batch)
-        self._tell_refused()
 
     def return_gradient(self, micro_batch: MicroBatch, gradient: Float[Tensor, "rows out"]) -> None:
         """Send the gradient of `take_projected` to the stages whose taps are in it, and free the micro-batch."""
@@ -275,9 +282,9 @@ class Draft:
 
     def load(self, weights: Mapping[int, Float[Tensor, "out hidden"]]) -> None:
         """Give every stage the W_l of its own taps."""
-        for transfer in self._weights_sent:
-            self._wire.wait(transfer)
-        self.weights, self._weights_sent = {layer: w.detach().to(self._dtype) for layer, w in weights.items()}, []
+        self._settle()
+        self._wait_for(self._weights_sent)
+        self.weights = {layer: w.detach().to(self._dtype) for layer, w in weights.items()}
         for one in self.arrivals:
             stacked = torch.stack([self.weights[layer] for layer in one.layers])
             self._weights_sent.append(self._wire.send(stacked, one.peer, WEIGHT_TAG, "the projection's weights"))
@@ -285,6 +292,7 @@ class Draft:
 
     def gradients(self) -> dict[int, Float[Tensor, "out hidden"]]:
         """dW_l of all stages, by ascending layer."""
+        self._settle()
         found = dict(zip(self.local.layers, self._sums.take(), strict=True))
         for one in self.arrivals:
             stacked = torch.empty(len(one.layers), self._out, self._hidden, dtype=self._sums.dtype)
@@ -299,13 +307,12 @@ class Draft:
             one.close(until)
         if self._out is None:
             return
-        self._tell_refused()
-        for transfer in self._weights_sent:
-            self._wire.wait(transfer, deadline=until - time.monotonic())
-        self._gradients.drain(until)
         for peer, slots in self._source_slots.items():
             for _ in range(slots):
-                self._notice(peer, END, (0, 0), until)
+                self._notice(peer, END, (0, 0))
+        self._wait_for(self._weights_sent, until)
+        self._gradients.drain(until)
+        self._wait_for(self._notices, until)
 
     def _rows_of(self, micro_batch: MicroBatch, taps: Iterable[Tensor]) -> int:
         if len(rows := {len(tap) for tap in taps}) > 1:
@@ -318,24 +325,33 @@ class Draft:
         self.local.get(micro_batch)
         for one in self.arrivals:
             one.take(micro_batch)
-            self.high_water = max(self.high_water, one.occupied)
+            self.high_water = max(self.high_water, len(one.held))
             one.check(micro_batch)
-        self._tell_refused()
 
-    def _tell_refused(self) -> None:
-        """Stages that project keep what they tapped until they hear of it."""
+    def _settle(self) -> None:
+        """Between steps: sources may believe that every micro-batch has its answer."""
+        if self._taken:
+            raise self._wire.fail(
+                TapError(
+                    f"micro-batches {list(self._taken)} have no answer; call return_gradient, release or cancel for each "
+                    "before the step ends"
+                )
+            )
+        self._wait_for(self._notices)
         for one in self.arrivals:
-            refused, one.refused = one.refused, []
-            for micro_batch in refused if self._out is not None else ():
-                self._refuse(one.peer, micro_batch)
+            self._notice(one.peer, SETTLE, (0, 0))
 
     def _refuse(self, peer: int, micro_batch: MicroBatch) -> None:
-        self._notice(peer, CANCELLED, micro_batch, None)
+        self._notice(peer, CANCELLED, micro_batch)
 
-    def _notice(self, peer: int, kind: int, micro_batch: MicroBatch, until: float | None) -> None:
-        """A header alone, on the gradients' way; its receive is always posted."""
+    def _notice(self, peer: int, kind: int, micro_batch: MicroBatch) -> None:
+        """A header alone, on the gradients' way; nobody waits for it before the step ends."""
         message = torch.empty(HEADER_BYTES, dtype=torch.uint8)
         Header(kind, *micro_batch, self._wire.stage).write(message)
-        sent = self._wire.send(message, peer, GRADIENT_TAG, f"the end of micro-batch {micro_batch}")
-        self._wire.wait(sent, deadline=None if until is None else until - time.monotonic())
+        self._notices.append(self._wire.send(message, peer, GRADIENT_TAG, f"the end of micro-batch {micro_batch}"))
         self.header_bytes += HEADER_BYTES
+
+    def _wait_for(self, transfers: list[Transfer], until: float | None = None) -> None:
+        while transfers:
+            self._wire.wait(transfers[0], deadline=None if until is None else until - time.monotonic())
+            transfers.pop(0)

@@ -16,8 +16,9 @@ FINAL = 2**31 - 1
 
 Schedule = Literal["none", "1f1b", "interleaved"]
 
-DATA, CANCELLED, END, GRADIENT = range(4)
-"""Kinds of message: tapped rows; "this micro-batch will not come"; "nothing comes any more"; the draft's gradient."""
+DATA, CANCELLED, END, GRADIENT, SETTLE = range(5)
+"""Kinds of message: tapped rows; "this micro-batch will not come"; "nothing comes any more"; the draft's gradient; "you
+have every answer now"."""
 
 HEADER_WORDS = 32
 HEADER_BYTES = 8 * HEADER_WORDS
@@ -117,7 +118,7 @@ class Header:
         """Take the header off a message; a message that has none is an error."""
         words = message[:HEADER_BYTES].view(torch.int64).tolist()
         magic, kind, step, micro_batch, stage, rows, width, dtype, count = words[:_FIXED]
-        if magic != _MAGIC or kind not in range(4) or not 0 <= count <= MOST_TAPS or dtype not in range(len(_DTYPES)):
+        if magic != _MAGIC or kind not in range(5) or not 0 <= count <= MOST_TAPS or dtype not in range(len(_DTYPES)):
             raise TapError(
                 f"what arrived is no tap message (it begins {words[:_FIXED]}); "
                 "give the channel a process group that nothing else uses"

@@ -230,6 +230,8 @@ class Local:
         self._memory = torch.empty(slots if layers else 0, len(layers), rows, hidden, dtype=dtype)
         self._free = deque(range(len(self._memory)))
         self._held: dict[MicroBatch, tuple[int, int, set[int]]] = {}
+        self._done: set[MicroBatch] = set()
+        """Of the latest step; a slot given to one of these would never be free again."""
         self.high_water = 0
 
     @property
@@ -240,7 +242,10 @@ class Local:
         return micro_batch in self._held
 
     def put(self, micro_batch: MicroBatch, layer: int, hidden: Tensor) -> None:
+        if micro_batch in self._done:
+            raise TapError(f"micro-batch {micro_batch} was taken or cancelled before; put each key once")
         if micro_batch not in self._held:
+            self._done = {done for done in self._done if done[0] >= micro_batch[0]}
             if not self._free:
                 raise TapError(
                     f"micro-batch {micro_batch} finds the slots of the draft's own stage full of {list(self._held)}; "
@@ -269,7 +274,9 @@ class Local:
         return {layer: self._memory[index, place, :rows] for place, layer in enumerate(self.layers)}
 
     def release(self, micro_batch: MicroBatch) -> None:
-        """Free a micro-batch's slot if it has one."""
+        """Free a micro-batch's slot if it has one; it gets no other."""
+        if self.layers:
+            self._done.add(micro_batch)
         if micro_batch in self._held:
             index, *_ = self._held.pop(micro_batch)
             # A backward that still needs these rows must fail instead of reading the next micro-batch's.

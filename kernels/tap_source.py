@@ -7,7 +7,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from furlong.kernels.tap_protocol import CANCELLED, DATA, END, HEADER_BYTES, Header, TapError, TapKey, digest, payload
+from furlong.kernels.tap_protocol import (
+    CANCELLED,
+    DATA,
+    END,
+    GRADIENT,
+    HEADER_BYTES,
+    SETTLE,
+    Header,
+    TapError,
+    TapKey,
+    digest,
+    payload,
+)
 from furlong.kernels.tap_slots import Inbox, MicroBatch, Outbox, Wire
 from furlong.kernels.tap_weights import WEIGHT_GRADIENT_TAG, WEIGHT_TAG, WeightGradients, wide
 
@@ -68,7 +80,7 @@ class Source:
 
     def cancel(self, micro_batch: MicroBatch) -> None:
         """Tell the draft's stage that a micro-batch will not come, unless it is on its way already."""
-        if micro_batch in self._done:
+        if micro_batch in self._done or (micro_batch not in self._open and micro_batch[0] < self._step):
             return
         if micro_batch not in self._open:
             self._begin(micro_batch, 0)
@@ -77,6 +89,16 @@ class Source:
             self.projection.forget(micro_batch)
         self._done.add(micro_batch)
         self._message(index, Header(CANCELLED, *micro_batch, self._wire.stage), 0)
+
+    def load(self) -> None:
+        """Take this step's W_l from the draft's stage, which answers every micro-batch of the last step first."""
+        self._check_whole()
+        self.projection.load()
+
+    def gradients(self) -> dict[int, Float[Tensor, "out hidden"]]:
+        """This step's dW_l; the draft's stage answers every micro-batch first."""
+        self._check_whole()
+        return self.projection.gradients()
 
     def close(self, until: float) -> None:
         """Send what ends the stream, and wait until everything has arrived."""
@@ -95,6 +117,12 @@ class Source:
         if self.projection:
             self.projection.close(until)
 
+    def _check_whole(self) -> None:
+        if self._open:
+            raise TapError(
+                f"micro-batches {list(self._open)} lack taps; put those, or cancel the micro-batch, before the step ends"
+            )
+
     def _begin(self, micro_batch: MicroBatch, rows: int) -> None:
         if micro_batch[0] < self._step:
             raise TapError(f"micro-batch {micro_batch} is older than step {self._step}; step numbers must grow")
@@ -111,6 +139,7 @@ class Source:
         body = payload(message, rows, self._width, self._count, self._dtype)
         if self.projection:
             body[0].copy_(self.projection.project(index, rows))
+            self.projection.sent(micro_batch)
         digests = tuple(digest(tap) for tap in body) if self._verify else ()
         header = Header(
             DATA, *micro_batch, self._wire.stage, rows, self._width, self._dtype, self._layers, digests
@@ -140,6 +169,8 @@ class Projection:
         self._wire, self._draft, self._layers, self._out, self._dtype = wire, draft, layers, out, dtype
         self._features = torch.empty(slots, len(layers), rows, hidden, dtype=dtype)
         self._kept: dict[MicroBatch, tuple[int, int]] = {}
+        self._refused: set[MicroBatch] = set()
+        """Answered before they were sent: the draft's stage does not know what has been."""
         self._inbox = Inbox(wire, draft, GRADIENT_TAG, slots, rows * out * dtype.itemsize)
         self._sums = WeightGradients(layers, out, hidden, dtype)
         self._sent: list = []
@@ -160,11 +191,16 @@ class Projection:
     def keep(self, index: int, micro_batch: MicroBatch, rows: int) -> None:
         """Make room for a micro-batch's taps: the gradient of the one that lies there must be in."""
         while any(kept == index for kept, _ in self._kept.values()):
-            self._absorb(f"the gradient that {micro_batch} waits for")
+            self._expect(f"the gradient that {micro_batch} waits for")
+        self._refused = {refused for refused in self._refused if refused[0] >= micro_batch[0]}
         self._kept[micro_batch] = (index, rows)
 
+    def sent(self, micro_batch: MicroBatch) -> None:
+        if micro_batch in self._refused:
+            self.forget(micro_batch)
+
     def forget(self, micro_batch: MicroBatch) -> None:
-        self._kept.pop(micro_batch)
+        self._kept.pop(micro_batch, None)
 
     def features(self, index: int, rows: int) -> Float[Tensor, "layers rows hidden"]:
         return self._features[index, :, :rows]
@@ -191,23 +227,43 @@ class Projection:
             self._wire.wait(transfer, deadline=until - time.monotonic())
 
     def _settle(self) -> None:
-        while self._kept:
-            self._absorb(f"the gradients of micro-batches {list(self._kept)}")
+        """Take every answer of the step."""
+        while self._expect(f"the gradients of micro-batches {list(self._kept)}") != SETTLE:
+            pass
+        if self._kept:
+            raise self._wire.fail(
+                TapError(
+                    f"stage {self._draft} has not answered micro-batches {list(self._kept)} and ends the step; take or "
+                    "cancel each there"
+                )
+            )
 
-    def _absorb(self, what: str, deadline: float | None = None) -> None:
+    def _expect(self, what: str) -> int:
+        if (kind := self._absorb(what)) == END:
+            raise self._wire.fail(TapError(f"{what} will not come: stage {self._draft} has closed its channel"))
+        return kind
+
+    def _absorb(self, what: str, deadline: float | None = None) -> int:
+        """Use the draft's stage's next message; its kind."""
         index, header = self._inbox.next(what, deadline)
         if header.kind == END:
-            return
+            return END
         micro_batch = (header.step, header.micro_batch)
+        if header.kind == CANCELLED and self._kept.pop(micro_batch, None) is None:
+            self._refused.add(micro_batch)
+        elif header.kind == GRADIENT:
+            self._use(micro_batch, index, header)
+        self._inbox.post(index)
+        return header.kind
+
+    def _use(self, micro_batch: MicroBatch, index: int, header: Header) -> None:
         if micro_batch not in self._kept:
             raise self._wire.fail(TapError(f"a gradient came for {micro_batch}, which stage {self._wire.stage} lacks"))
         kept, rows = self._kept.pop(micro_batch)
-        if header.kind != CANCELLED:
-            if (header.rows, header.width, header.dtype) != (rows, self._out, self._dtype):
-                raise self._wire.fail(TapError(f"the gradient of {micro_batch} does not fit its {rows} rows: {header}"))
-            gradient = payload(self._inbox.buffer(index), rows, self._out, 1, self._dtype)[0]
-            self._sums.add(gradient, self.features(kept, rows))
-        self._inbox.post(index)
+        if (header.rows, header.width, header.dtype) != (rows, self._out, self._dtype):
+            raise self._wire.fail(TapError(f"the gradient of {micro_batch} does not fit its {rows} rows: {header}"))
+        gradient = payload(self._inbox.buffer(index), rows, self._out, 1, self._dtype)[0]
+        self._sums.add(gradient, self.features(kept, rows))
 
 
 def project(taps: Float[Tensor, "layers rows hidden"], weights: Sequence[Tensor]) -> Float[Tensor, "rows out"]:

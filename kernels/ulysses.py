@@ -26,6 +26,7 @@ class Ulysses(torch.autograd.Function):
     def forward(ctx: FunctionCtx, job: Job, q: Tensor, k: Tensor, v: Tensor, *entries: Tensor) -> Tensor:
         ring = job.ring
         with ring.call(f"{job.name}, forward", job.same, job.problem, own=str(q.shape[0] * q.shape[1])) as lengths:
+            ctx.number = ring.number
             queries = [int(length) for length in lengths]
             plan, order = _plan(job, queries)
             mine = _to_heads(ring, q.flatten(0, 1), queries)
@@ -45,7 +46,7 @@ class Ulysses(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, out, lse, mine, keys, values, order, *entries = ctx.saved_tensors
         job, queries, ring = ctx.job, ctx.queries, ctx.job.ring
-        with ring.call(f"{job.name}, backward", job.same):
+        with ring.call(f"{job.name}, backward of number {ctx.number}", job.same):
             dq, entry_grads = branch_gradients(job, grad, q, entries, out, lse)
             g, o = (_to_heads(ring, x.flatten(0, 1), queries) for x in (grad, out))
             mass = _to_heads(ring, lse.flatten(0, 1)[..., None], queries)[..., 0]

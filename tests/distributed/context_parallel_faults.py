@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from furlong.kernels.branches import test_time_training as depth_of
 from furlong.kernels.context_parallel import cp_branch_attention, ring_attention
+from furlong.kernels.halo import halo
 from furlong.kernels.layout import zigzag_layout
 from furlong.kernels.ring import ContextParallelError, Ring
+from furlong.kernels.shared_trunk import SharedTrunk
 
 
 def seen(call: Callable[[], object]) -> tuple[str, float]:
@@ -42,11 +44,14 @@ def attention(ring: Ring, rank: int, **wrong: object) -> torch.Tensor:
     rows = layout.source.shape[1]
     dtype, extra, heads = wrong.get("dtype", torch.float64), wrong.get("extra", 0), wrong.get("heads", 4)
     branches = depth_of(layout.rows(rank), 2)
-    q = torch.ones(rows, 1, heads, 8, dtype=dtype, requires_grad=True)
-    k = torch.ones(rows + extra, 2, 8, dtype=dtype, requires_grad=True)
-    kb = torch.ones(rows, 2 + wrong.get("entries", 0), 2, 8, dtype=dtype)
+    gradient = wrong.get("gradient", True)
+    q = torch.ones(rows, 1, heads, 8, dtype=dtype, requires_grad=gradient)
+    kv_heads = wrong.get("kv_heads", 2)
+    k = torch.ones(rows + extra, kv_heads, 8, dtype=dtype, requires_grad=gradient)
+    kb = torch.ones(rows, 2 + wrong.get("entries", 0), kv_heads, 8, dtype=dtype)
+    vb = list(kb.unbind(1)) if wrong.get("listed") else kb
     settings = {"strategy": "ring", "backend": "reference"} | wrong.get("settings", {})
-    return cp_branch_attention(q, k, k, kb, kb, layout=layout, branches=branches, ring=ring, **settings)
+    return cp_branch_attention(q, k, k, kb, vb, layout=layout, branches=branches, ring=ring, **settings)
 
 
 WRONG = {
@@ -54,11 +59,41 @@ WRONG = {
     "dtype": {"dtype": torch.float32},
     "heads": {"heads": 6},
     "entries": {"entries": 1},
+    "values apart": {"listed": True},
+    "gradient": {"gradient": False},
     "strategy": {"settings": {"strategy": "gather"}},
     "unknown strategy": {"settings": {"strategy": "fastest"}},
     "scale": {"settings": {"scale": 0.5}},
     "backend": {"settings": {"backend": "fastest"}},
+    "long backend": {"settings": {"backend": "fastest" * 99}},
+    "no scale": {"settings": {"scale": 0.0}},
 }
+
+
+def shared(ring: Ring, rank: int) -> torch.Tensor:
+    layout = zigzag_layout(torch.tensor([0, 9, 23]), ring.ranks)
+    x = torch.ones(layout.source.shape[1], 1, 2, 8, requires_grad=True)
+    trunk = SharedTrunk(x[:, 0], x[:, 0], layout=layout, ring=ring, backend="reference")
+    return trunk.attend(x, (), (), branches=depth_of(layout.rows(rank), 0))
+
+
+def shifted(ring: Ring, rank: int) -> torch.Tensor:
+    layout = zigzag_layout(torch.tensor([0, 9, 23]), ring.ranks)
+    return halo(torch.ones(layout.source.shape[1], 2, requires_grad=True), layout, 1, ring).shift(1)
+
+
+SWAPPED: dict[str, Callable[[Ring, int], torch.Tensor]] = {
+    "attention": attention,
+    "ulysses": lambda ring, rank: attention(ring, rank, kv_heads=4, settings={"strategy": "ulysses"}),
+    "shared trunk": shared,
+    "halo": shifted,
+}
+
+
+def backward_swapped(ring: Ring, rank: int, make: Callable[[Ring, int], torch.Tensor]) -> str:
+    """Two calls alike, whose backward passes rank 2 makes in the other order: gradients of one must not meet the other's."""
+    outs = [make(ring, rank) for _ in range(2)]
+    return seen(outs[1 if rank == 2 else 0].sum().backward)[0]
 
 
 def disagree(rank: int) -> dict[str, str]:
@@ -77,6 +112,7 @@ def disagree(rank: int) -> dict[str, str]:
     out = attention(ring, rank)
     # Rank 2 takes the next forward pass for the backward pass that the others are in.
     errors["order"] = seen(lambda: attention(ring, rank) if rank == 2 else out.sum().backward())[0]
+    errors |= {f"swapped {name}": backward_swapped(ring, rank, make) for name, make in SWAPPED.items()}
     errors["ulysses"] = seen(lambda: attention(ring, rank, settings={"strategy": "ulysses"}))[0]
     errors["right in the end"] = seen(lambda: attention(ring, rank).sum().backward())[0]
     return errors

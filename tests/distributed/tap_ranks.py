@@ -176,9 +176,13 @@ def cancelling(rank: int) -> dict:
             # Held by the draft when its own stage fails.
             taps.cancel(0, micro_batch) if micro_batch % 8 == 3 else taps.release(0, micro_batch)
     late: list = []
-    if rank < 2:
-        with problem(late):
-            put_all(taps, rank, 0, 1)
+    with problem(late):
+        put_all(taps, rank, 0, 1)
+    # Of a step that is over: there is nothing to give up.
+    put_all(taps, rank, 1, 0)
+    taps.cancel(0, 3)
+    if rank == 2:
+        good.append(right(taps.take(1, 0), 1, 0, list(TAPS)))
     taps.close()
     return {"good": good, "kinds": kinds, "late": late, "grew": taps.stats.allocated_bytes - size}
 
@@ -332,6 +336,42 @@ def projecting(rank: int) -> dict:
     return {"found": found, "worst": worst, "stats": taps.stats}
 
 
+def settling(rank: int) -> dict:
+    """Micro-batches that the draft's stage cancels before they come: sources hold each until it is answered."""
+    taps = channel(rank, dtype=torch.float64, project=1, slots=(2, 2, 2), deadline=5.0)
+    weights = {layer: torch.ones(1, HIDDEN, dtype=torch.float64) for layer in TAPS}
+    taps.load_projection(weights if rank == 2 else None)
+    for micro_batch in (0, 1) if rank < 2 else ():
+        put_all(taps, rank, 0, micro_batch, torch.float64)
+    if rank == 2:
+        for micro_batch in (0, 1, 3):
+            taps.cancel(0, micro_batch)
+    # As in a pipeline: the draft's stage does not read on before the sources have run on.
+    for micro_batch in (2, 3) if rank < 2 else (2,):
+        put_all(taps, rank, 0, micro_batch, torch.float64)
+    dist.barrier()
+    if rank == 2:
+        got = taps.take_projected(0, 2)
+        taps.return_gradient(0, 2, torch.ones_like(got))
+    # More in a row than all slots together hold, none of which the draft's stage takes.
+    for micro_batch in range(4, 12):
+        put_all(taps, rank, 0, micro_batch, torch.float64) if rank < 2 else taps.cancel(0, micro_batch)
+    gradients = taps.projection_gradients()
+    worst = max(
+        float((gradient[0] - feature(0, 2, layer, torch.float64).sum(0)).abs().max())
+        for layer, gradient in gradients.items()
+    )
+    taps.load_projection(weights if rank == 2 else None)
+    # Once more; this time the draft's stage answers nothing, and nobody has to wait to hear of it.
+    found: list = []
+    put_all(taps, rank, 1, 0, torch.float64)
+    if rank == 2:
+        taps.take_projected(1, 0)
+    with problem(found):
+        taps.projection_gradients()
+    return {"layers": len(gradients), "worst": worst, "found": found}
+
+
 def closing(rank: int) -> dict:
     """Messages that nobody took; then a close that the draft's stage does not join in time."""
     found: list = []
@@ -370,6 +410,7 @@ def all_cases(rank: int, plans: dict[str, tuple]) -> dict:
         "cancelling": lambda: cancelling(rank),
         "mistakes": lambda: mistakes(rank),
         "projecting": lambda: projecting(rank),
+        "settling": lambda: settling(rank),
         "closing": lambda: closing(rank),
         "in vain": lambda: in_vain(rank),
         "distrusted": lambda: distrusted(rank),

@@ -1,7 +1,7 @@
 """A rank that is wrong, dead or too slow is an error on every rank, in time; one that is only slow is none."""
 
 import pytest
-from context_parallel_faults import WRONG, disagree, killed, late, slow
+from context_parallel_faults import SWAPPED, WRONG, disagree, killed, late, slow
 from kernel_ranks import run_ranks
 
 from furlong.kernels.ring import ContextParallelError, Ring
@@ -12,7 +12,7 @@ SLACK = 4.0
 
 def test_what_one_rank_has_wrong_all_ranks_hear():
     results = run_ranks(4, disagree)
-    assert len(results[0]) == 2 * len(WRONG) + 5
+    assert len(results[0]) == 2 * len(WRONG) + len(SWAPPED) + 5
     for name, errors in {name: [result[name] for result in results] for name in results[0]}.items():
         if name.startswith("right"):
             assert errors == [""] * 4, name
@@ -24,6 +24,13 @@ def test_what_one_rank_has_wrong_all_ranks_hear():
     assert "rank 2 has dtype=torch.float32" in said["dtype"]
     assert "rank 2 has heads=[6]" in said["heads"]
     assert "rank 2: branch_attention: k_branch" in said["entries"]
+    assert "rank 2: branch_attention: k_branch is neither" in said["values apart"]
+    assert "rank 2 has gradient=False" in said["gradient"]
+    assert "rank 2: backend_of: no backend is called 'fastestfastest" in said["long backend"]
+    assert "the scale of the scores is 0.0; give a finite one above 0" in said["no scale"]
+    for name in SWAPPED:
+        assert "the ranks do not agree on rank 0 has call=" in said[f"swapped {name}"]
+        assert " of number " in said[f"swapped {name}"]
     assert "attention by gather" in said["strategy"]
     assert "'fastest' is not known" in said["unknown strategy"]
     assert "scale=0.5" in said["scale"]
@@ -73,6 +80,9 @@ def test_a_ring_needs_time_and_one_rank_needs_no_group():
     alone = Ring(None, 1)
     with alone.call("nothing", {}) as said:
         assert said == ("",)
-    with pytest.raises(ContextParallelError, match="longer than"), alone.call("too much", {"x": "x" * 600}):
+    with (
+        pytest.raises(ContextParallelError, match="bytes is longer than 512"),
+        alone.call("too much", {"x": "x" * 600}),
+    ):
         pass
     assert not alone.ledger.sent.total()

@@ -84,11 +84,10 @@ def test_put_waits_for_the_draft_with_one_slot_fewer_and_not_with_enough(found):
 def test_cancelled_micro_batches_free_their_slots_everywhere(found):
     draft = found[2]["cancelling"]
     assert draft["kinds"] == ["TapCancelled"] * 12
-    assert draft["good"] == [True] * 6
+    assert draft["good"] == [True] * 7
     for cases in found:
         assert cases["cancelling"]["grew"] == 0
-    for stage in (0, 1):
-        ((kind, text, _),) = found[stage]["cancelling"]["late"]
+        ((kind, text, _),) = cases["cancelling"]["late"]
         assert kind == "TapError"
         assert "cancelled" in text
 
@@ -102,7 +101,7 @@ def test_wrong_calls_are_errors_that_say_what_is_wrong(found):
             assert expected in text
     draft = found[2]["mistakes"]
     assert draft.pop(7) is True
-    said = [*bad_tap, "not held here", "held already", "were not put", "project=<width>", "were not put", "closed"]
+    said = [*bad_tap, "not held here", "held already", "were not put", "project=<width>", "put each key once", "closed"]
     for (kind, text, _), expected in zip(draft, said, strict=True):
         assert kind == "TapError"
         assert expected in text
@@ -141,6 +140,17 @@ def test_projected_taps_and_their_gradients_equal_the_unprojected(found):
     # Float64; sums in another order differ by a few units in the last place of values near 10.
     assert found[2]["projecting"]["worst"]["sum"] < 1e-12
     assert 0 < found[2]["projecting"]["worst"]["gradient"] < 1e-12
+
+
+def test_what_was_cancelled_before_it_came_is_answered_before_the_step_ends(found):
+    for stage, cases in enumerate(found):
+        assert cases["settling"]["layers"] == (2, 1, len(tap_ranks.TAPS))[stage]
+        # Sums of six float64 numbers near 1, in another order.
+        assert cases["settling"]["worst"] < 1e-14
+        ((kind, text, seconds),) = cases["settling"]["found"]
+        assert kind == ("TapPeerLost" if stage < 2 else "TapError")
+        assert ("have no answer" in text) == (stage == 2)
+        assert seconds < 2.5
 
 
 def test_projected_messages_are_as_wide_as_the_projection(found):

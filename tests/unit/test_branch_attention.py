@@ -131,7 +131,7 @@ def test_documents_of_several_pieces(kind: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("head_dim", [1, 32, 80, 128, 256])
-@pytest.mark.parametrize("scale", [None, 0.05, -0.3])
+@pytest.mark.parametrize("scale", [None, 0.05, 0.3])
 def test_head_dims_and_scales(head_dim: int, scale: float | None):
     rows = rows_of(20, 3)
     for backend in BACKENDS:
@@ -321,6 +321,24 @@ def test_what_lies_in_padding_reaches_nothing(backend: str):
         assert not y[padding].any(), name
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_meets_nothing_reaches_nothing(value: float, backend: str):
+    rows = rows_of(12)
+    # The last entry is seen by no query; the last query sees no entry, and off the first two anchors no main key either.
+    sees = torch.tensor([[True, False, False], [True, True, False], [False, False, False]])
+    cutoff = rows.position[:, None].repeat(1, 3)
+    cutoff[:2, 2] = 0
+    one, dirty = (case(rows, BranchLayout(rows.document, cutoff, sees)) for _ in range(2))
+    dirty.inputs[3][:, 2] = dirty.inputs[4][:, 2] = value
+    dirty.inputs[0][:2, 2] = dirty.grad[:2, 2] = value
+    for name, x, y in zip(NAMES, one.run(backend), dirty.run(backend), strict=True):
+        assert torch.equal(x, y), name
+    seen = case(rows, one.branches)
+    seen.inputs[4][5, 1, 0, 0] = value
+    assert not seen.run(backend)[0][5, 1].isfinite().all(), "what is seen must not be hidden"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_call_same_bits(kind: str):
     rows = rows_of(300, 40)
@@ -453,8 +471,9 @@ def test_wrong_choices_are_named():
     one = case(rows, make.test_time_training(rows, 2))
     with pytest.raises(ValueError, match="choose one of reference, cpu"):
         one.run("gpu")
-    with pytest.raises(ValueError, match="finite"):
-        one.run("cpu", scale=float("nan"))
+    for scale in (float("nan"), float("inf"), 0.0, -0.3):
+        with pytest.raises(ValueError, match="finite one above 0"):
+            one.run("cpu", scale=scale)
     with pytest.raises(ValueError, match="dimensions"):
         causal_attention(one.inputs[0], *one.inputs[1:3], rows=rows, backend="cpu")
     with pytest.raises(ValueError, match="choose flex, flash or triton"):
