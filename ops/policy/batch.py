@@ -1,26 +1,30 @@
 """Continuous batching: replies join and leave between steps, and each step feeds every reply that is under way.
 
-A step feeds one token of each reply that is up to date, and at most PREFILL_TOKENS of those that are not: new ones, and
-ones whose keys and values are to be computed again. Whatever is decided here follows from the calls alone, so that the
-ranks of a split model, which get the same calls, decide the same.
+A step feeds one token of each reply that is up to date, with a draft's proposals after it if there is one, and at most
+PREFILL_TOKENS of those that are not: new ones, and ones whose keys and values are to be computed again. Whatever is
+decided here follows from the calls alone, so that the ranks of a split model, which get the same calls, decide the same.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from furlong.ops.draft.cost import Decision
+from furlong.ops.draft.settings import DraftSettings
 from furlong.ops.policy.architecture import Architecture
+from furlong.ops.policy.decoder import Taps
+from furlong.ops.policy.feed import Feed, drawn
 from furlong.ops.policy.kv_cache import KVCache, pages_of
 from furlong.ops.policy.live import Live
 from furlong.ops.policy.paged_attention import Plan, Span
 from furlong.ops.policy.reply import Reply
 from furlong.ops.policy.row_bits import row_bits
-from furlong.ops.policy.sampling import Drawn, Rules, draw, uniforms
+from furlong.ops.policy.speculation import Speculation
 from furlong.ops.protocols import GenerateRequest
 
 CACHE_BYTES = 2**30
@@ -49,6 +53,8 @@ class Turn:
     """Requests to end as they are, and why; those that are not here are passed over."""
     retract: bool = False
     """Compute all keys and values again before the next token."""
+    decision: Decision | None = None
+    """How many tokens a draft is to propose for each reply; None for the batch to decide by what it has measured."""
 
 
 class Batch:
@@ -58,17 +64,19 @@ class Batch:
     wait, by computing keys and values of what it has. So the oldest one always goes on, and none waits for ever.
     """
 
-    def __init__(self, whole: Architecture, part: Architecture, invariant: bool):
+    def __init__(self, whole: Architecture, part: Architecture, invariant: bool, draft: DraftSettings | None = None):
         """
         Args:
             whole: the model; part: what this rank has of it.
             invariant: a reply's bits do not depend on its company.
+            draft: how to draw with the draft of weights that have one; None to draw without.
         """
         self._part = part
         self._cache: KVCache | None = None
         """Made at the first step, as it is in the dtype of the weights."""
         self._most_rows = max(1, MOST_LOGITS // whole.vocab)
         self._invariant = invariant
+        self._speculation = Speculation(draft)
         self._waiting: deque[Reply] = deque()
         self._running: list[Reply] = []
         """In the order they began."""
@@ -82,6 +90,10 @@ class Batch:
         """Requests that have not ended."""
         return len(self._waiting) + len(self._running)
 
+    def speculation(self) -> dict[str, Any]:
+        """See `SpeculationCounts.report`; any thread may ask."""
+        return self._speculation.counts.report()
+
     @torch.inference_mode()
     def turn(self, turn: Turn, live: Live | None) -> Ended:
         """Do what the turn says, then a step, unless `live` is None."""
@@ -91,7 +103,7 @@ class Batch:
             for reply in self._running:
                 reply.forget()
         if live is not None:
-            stepped = self._step(live)
+            stepped = self._step(live, turn.decision or self.decide(live))
             ended.replies += stepped.replies
             ended.broken += stepped.broken
         return ended
@@ -107,7 +119,11 @@ class Batch:
         self._leave(gone)
         return ended
 
-    def _step(self, live: Live) -> Ended:
+    def decide(self, live: Live | None) -> Decision:
+        """What the next step does of its own accord."""
+        return self._speculation.decide(sum(reply.left == 1 for reply in self._running), live)
+
+    def _step(self, live: Live, decision: Decision) -> Ended:
         """One forward pass over at least one token, when there is any request."""
         if self._cache is None:
             self._cache = KVCache(self._part, live.decoder.dtype, CACHE_BYTES)
@@ -116,7 +132,9 @@ class Batch:
             feeding = self._schedule(live)
             if not feeding:
                 return Ended()
-            return self._feed(feeding, live)
+            taps = self._speculation.begin(decision, live, self._cache, self._running)
+            self._speculation.propose(feeding, live, self._cache, self._most_rows)
+            return self._feed(sorted(feeding, key=lambda feed: feed.total > 1), live, taps)
 
     def _begin(self) -> None:
         promised = sum(self._missing(reply, reply.left) for reply in self._running)
@@ -129,8 +147,8 @@ class Batch:
             promised += need
             self._running.append(self._waiting.popleft())
 
-    def _schedule(self, live: Live) -> list[tuple[Reply, int]]:
-        """Which replies to feed how many tokens, single ones first; their pages are there afterwards."""
+    def _schedule(self, live: Live) -> list[Feed]:
+        """Which replies to feed how many tokens; their pages are there afterwards."""
         budget, found = PREFILL_TOKENS, []
         sources: dict[tuple[int, ...], Reply] = {}
         experts = live.decoder.architecture.experts > 0
@@ -140,6 +158,9 @@ class Batch:
             if reply.left > 1:
                 source = sources.get(reply.request.prompt)
                 count = None if source is None else reply.shareable(source, live.serial, experts)
+                if count is not None and live.drafter is not None:
+                    # The draft's row of a prompt's last token is made of the reply's first one too.
+                    count = min(count, len(reply.request.prompt) - 1)
                 if count is not None and source.fed < count:
                     continue  # its prompt is on its way
                 if count is not None and self._make_room(reply, count):
@@ -151,37 +172,73 @@ class Batch:
                 sources.setdefault(reply.request.prompt, reply)
             count = min(reply.left, budget) if reply.left > 1 else 1
             if count and place < len(self._running) and self._make_room(reply, count):
-                found.append((reply, count))
+                found.append(Feed(reply, count))
                 budget -= count if count > 1 else 0
-        return sorted(found, key=lambda pair: pair[1] > 1)
+        return found
 
-    def _feed(self, feeding: list[tuple[Reply, int]], live: Live) -> Ended:
-        spans = [Span(reply.held, reply.fed, count) for reply, count in feeding]
-        tokens = [token for reply, count in feeding for token in reply.tokens[reply.fed : reply.fed + count]]
-        last = np.cumsum([count for _, count in feeding]) - 1
-        ready = [reply.left == count for reply, count in feeding]
-        wanted = torch.from_numpy(last[ready])
-        logits, chosen = live.decoder.step(torch.tensor(tokens), Plan(spans, self._cache), wanted)
-        start, experts = 0, None if chosen is None else chosen.numpy()
-        for reply, count in feeding:
-            reply.feed(count, live.serial, None if experts is None else experts[start : start + count])
-            start += count
-        return self._draw([reply for (reply, _), now in zip(feeding, ready, strict=True) if now], logits, live.version)
-
-    def _draw(self, replies: list[Reply], logits: Tensor, version: int) -> Ended:
-        ended = Ended()
-        if not replies:
-            return ended
-        drawn = _drawn(replies, logits)
-        columns = (drawn.tokens.tolist(), drawn.logprobs.tolist(), drawn.model_logprobs.tolist())
-        for reply, token, logprob, model in zip(replies, *columns, strict=True):
-            if logprob != logprob:
-                ended.broken.append(reply)
-            elif reason := reply.draw(token, logprob, model, version):
-                ended.replies.append((reply, reason))
+    def _feed(self, feeding: list[Feed], live: Live, taps: Taps | None) -> Ended:
+        plan = Plan([Span(feed.reply.held, feed.reply.fed, feed.total) for feed in feeding], self._cache)
+        tokens, wanted = [], []
+        for feed in feeding:
+            tokens += feed.tokens
+            wanted += range(len(tokens) - len(feed.proposals) - 1, len(tokens)) if feed.ready else []
+        rows = torch.tensor(wanted, dtype=torch.long)
+        seen = () if taps is None else (taps,)
+        logits, chosen = live.decoder.step(torch.tensor(tokens), plan, rows, *seen)
+        positions = [feed.reply.position for feed in feeding]
+        ready, logits = self._sound([feed for feed in feeding if feed.ready], logits)
+        ended, got = self._draw(ready, logits, live)
+        start, experts, fed = 0, None if chosen is None else chosen.numpy(), []
+        for feed in feeding:
+            # Of the proposals, those count as fed that another token was drawn after.
+            count = feed.count + max(0, got.get(feed.reply, 1) - 1) if not feed.withdrawn else 0
+            feed.reply.feed(count, live.serial, None if experts is None else experts[start : start + count])
+            fed.append((feed, count))
+            start += feed.total
         if ended.replies or ended.broken:
             self._leave({*ended.broken, *(reply for reply, _ in ended.replies)})
+        self._speculation.follow(fed, taps, live, self._cache)
+        self._speculation.end(feeding, positions, got)
         return ended
+
+    def _sound(self, ready: list[Feed], logits: Tensor) -> tuple[list[Feed], Tensor]:
+        """The replies to draw for, and their rows.
+
+        A proposal may have keys and values that are not finite, which a probability of 0 does not hide from the tokens
+        before it. Then the hidden state was not finite either, so that none of its logits is. Such a reply is fed again,
+        without proposals, in the next step.
+        """
+        if not any(feed.proposals for feed in ready) or bool((sound := logits[:, 0].isfinite()).all()):
+            return ready, logits
+        kept, rows, start = [], [], 0
+        for feed in ready:
+            mine = range(start, start + 1 + len(feed.proposals))
+            start += len(mine)
+            feed.withdrawn = bool(feed.proposals) and not bool(sound[mine.start : mine.stop].all())
+            if feed.withdrawn:
+                self._cache.blank(feed.reply.held, feed.reply.fed)
+            else:
+                kept.append(feed)
+                rows += mine
+        return kept, logits[rows]
+
+    def _draw(self, ready: list[Feed], logits: Tensor, live: Live) -> tuple[Ended, dict[Reply, int]]:
+        """Which replies ended, and how many tokens each got."""
+        ended, got = Ended(), {}
+        if not ready:
+            return ended, got
+        ids = live.drafter.ids if live.drafter else None
+        for feed, tokens in zip(ready, drawn(ready, logits, self._speculation.rule, ids), strict=True):
+            reply, got[feed.reply] = feed.reply, 0
+            for token, logprob, model in tokens:
+                if logprob != logprob:
+                    ended.broken.append(reply)
+                    break
+                got[reply] += 1
+                if reason := reply.draw(token, logprob, model, live.version):
+                    ended.replies.append((reply, reason))
+                    break
+        return ended, got
 
     def _make_room(self, reply: Reply, count: int) -> bool:
         """Pages for its next `count` tokens, if need be those of replies begun later; False when it was put off itself."""
@@ -213,16 +270,3 @@ class Batch:
             if reply.held is not None:
                 self._cache.close(reply.held)
                 reply.held = None
-
-
-def _drawn(replies: list[Reply], logits: Tensor) -> Drawn:
-    asked = [reply.request for reply in replies]
-    rules = Rules(
-        temperatures=np.array([request.temperature for request in asked], dtype=np.float32),
-        top_k=np.array([request.top_k for request in asked]),
-        top_p=np.array([request.top_p for request in asked]),
-        min_p=np.array([request.min_p for request in asked]),
-    )
-    seeds = np.array([request.seed for request in asked], dtype=np.uint64)
-    positions = np.array([len(reply.tokens) - len(reply.request.prompt) for reply in replies])
-    return draw(logits, rules, torch.from_numpy(uniforms(seeds, positions)))

@@ -5,8 +5,8 @@ The residual stream, norms, rotation and attention are float32; projections run 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -17,16 +17,29 @@ from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.layer import Layer, NormWeight
 from furlong.ops.policy.packed_linear import PackedLinear
 from furlong.ops.policy.paged_attention import Plan
+from furlong.ops.policy.rotation import Rotation
 from furlong.ops.policy.row_bits import threads_for_products
 from furlong.ops.policy.shard import WHOLE, Shard, Whole
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_ROTATION_BLOCK = 1024
-"""Positions per block of the rotation's table."""
 
 
 class WeightsError(RuntimeError):
     """Weights in memory that contradict themselves."""
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Takes the residual stream of a step's tokens after some layers, before later layers change it."""
+
+    layers: tuple[int, ...]
+    """From 0, ascending."""
+    seen: list[Float[Tensor, "tokens hidden"]] = field(default_factory=list)
+    """For each of them, in order, once the step is over."""
+
+    def after(self, layer: int, x: Float[Tensor, "tokens hidden"]) -> None:
+        if layer in self.layers:
+            self.seen.append(x.clone())
 
 
 class Decoder:
@@ -59,13 +72,9 @@ class Decoder:
             names = Layer.names(architecture, index)
             kept = before is not None and set(names.values()) <= same
             self.layers.append(before.layers[index] if kept else Layer(architecture, index, tensors))
-        D = architecture.head_dim
-        # As transformers computes them: float32 throughout.
-        self._frequencies = 1.0 / architecture.rope_theta ** (torch.arange(0, D, 2, dtype=torch.int64).float() / D)
-        # Scores are logarithms to base 2, whose inverse is computed several times as fast.
-        query = torch.full((architecture.heads, 1), D**-0.5 * math.log2(math.e))
-        self._head_scale = torch.cat([query, torch.ones(architecture.kv_heads, 1)])
-        self._table = torch.empty((0, D // 2), dtype=torch.complex64)
+        self._rotation = Rotation(
+            architecture.heads, architecture.kv_heads, architecture.head_dim, architecture.rope_theta
+        )
 
     def served(self) -> dict[str, Tensor]:
         """All of `served_parts` at once."""
@@ -92,7 +101,7 @@ class Decoder:
             yield layer.served(self.architecture, index)
 
     def step(
-        self, tokens: Int[Tensor, " tokens"], plan: Plan, wanted: Int[Tensor, " wanted"]
+        self, tokens: Int[Tensor, " tokens"], plan: Plan, wanted: Int[Tensor, " wanted"], taps: Taps | None = None
     ) -> tuple[Float[Tensor, "wanted vocab"], Int[Tensor, "tokens expert_layers top_k"] | None]:
         """Feed tokens of any number of replies, and return the logits after those `wanted` (indices into `tokens`).
 
@@ -101,15 +110,16 @@ class Decoder:
 
         Args:
             plan: whose tokens these are; stores their keys and values.
+            taps: see `Taps`.
         Returns:
             logits, and the experts that each token went through, None when the model has none.
         """
         with threads_for_products():
-            return self._step(tokens, plan, wanted)
+            return self._step(tokens, plan, wanted, taps)
 
-    def _step(self, tokens: Tensor, plan: Plan, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _step(self, tokens: Tensor, plan: Plan, wanted: Tensor, taps: Taps | None) -> tuple[Tensor, Tensor | None]:
         arch, N = self.architecture, self.architecture.heads
-        x = self._share.embed(tokens, self.tensors[EMBEDDING])
+        x = self.embed(tokens)
         turn = self.turns(plan.positions)
         chosen = []
         for index, layer in enumerate(self.layers):
@@ -118,21 +128,18 @@ class Decoder:
             picked = layer.add_block(x, arch, self._share)
             if picked is not None:
                 chosen.append(picked)
+            if taps is not None:
+                taps.after(index, x)
         logits = self.logits(x[wanted]) if len(wanted) else torch.empty((0, arch.vocab))
         return logits, torch.stack(chosen, dim=1) if chosen else None
 
-    def turns(self, positions: Int[Tensor, " tokens"]) -> Complex[Tensor, "tokens rotated_heads pairs"]:
-        """exp(i position frequency) per rotated head, the query heads' times log2(e)/sqrt(head_dim) (Su et al. 2021).
+    def embed(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens hidden"]:
+        """Each token's row of the embedding, in float32."""
+        return self._share.embed(tokens, self.tensors[EMBEDDING])
 
-        Tables are made in blocks of one size: vectorised functions treat what is left over of a vector otherwise.
-        """
-        table = self._table  # another thread may be lengthening it too
-        while len(table) <= int(positions.max()):
-            at = torch.arange(len(table), len(table) + _ROTATION_BLOCK)
-            angles = at.float()[:, None] * self._frequencies
-            table = torch.cat([table, torch.complex(angles.cos(), angles.sin())])
-        self._table = table
-        return table[positions][:, None] * self._head_scale
+    def turns(self, positions: Int[Tensor, " tokens"]) -> Complex[Tensor, "tokens rotated_heads pairs"]:
+        """See `Rotation.turns`."""
+        return self._rotation.turns(positions)
 
     def logits(self, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
         normed = F.rms_norm(x, (x.shape[-1],), self._final_norm.wide, self.architecture.norm_eps)

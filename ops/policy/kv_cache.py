@@ -41,9 +41,9 @@ class KVCache:
             dtype: of the weights.
             most_bytes: memory to use, at least one page; taken from the system as pages are first written.
         """
-        # Longer rows hold zeros at their end, which change no product.
-        self._shape = (arch.kv_heads, PAGE, arch.head_dim + -arch.head_dim % ALIGNED)
+        self._shape = _page_shape(arch.kv_heads, arch.head_dim)
         self._layers, self._dtype = arch.layers, dtype
+        self._draft: tuple[int, int, int] | None = None
         page_bytes = 2 * arch.layers * torch.Size(self._shape).numel() * dtype.itemsize
         self.used = 0
         self.slots: Int[np.ndarray, " pages"] = np.zeros(0, dtype=np.int64)
@@ -54,7 +54,23 @@ class KVCache:
         self._spare: list[int] = []
         self._memory = torch.empty(0)
         self._pages = 0
+        self._draft_memory: Tensor | None = None
         self._allocate(max(1, most_bytes // page_bytes))
+
+    @property
+    def layers(self) -> int:
+        """The policy's; a draft's are numbered from here on."""
+        return self._layers
+
+    def attach(self, layers: int, kv_heads: int, head_dim: int) -> bool:
+        """Have every page hold a draft's keys and values too, beside `most_bytes`; whether it did not before, so that they
+        are those of no token yet."""
+        if self._draft == (layers, kv_heads, head_dim):
+            return False
+        self._draft = (layers, kv_heads, head_dim)
+        self._draft_memory = self._made(layers, _page_shape(kv_heads, head_dim))
+        self._draft_memory[:, :, : self.used] = 0.0
+        return True
 
     @property
     def free(self) -> int:
@@ -93,7 +109,8 @@ class KVCache:
         for _ in range(count):
             page = self.used
             # Old memory may hold NaN, which a probability of 0 does not hide.
-            self._memory[:, :, page] = 0.0
+            for memory in self._memories():
+                memory[:, :, page] = 0.0
             self.slots[page], self.ordinals[page] = held.slot, len(held.pages)
             held.pages.append(page)
             self.used += 1
@@ -105,7 +122,13 @@ class KVCache:
     def copy(self, source: Held, target: Held, tokens: int) -> None:
         """The first tokens' keys and values of one reply become those of another, which has pages for them."""
         count = pages_of(tokens)
-        self._memory[:, :, target.pages[:count]] = self._memory[:, :, source.pages[:count]]
+        for memory in self._memories():
+            memory[:, :, target.pages[:count]] = memory[:, :, source.pages[:count]]
+
+    def blank(self, held: Held, first: int) -> None:
+        """Forget what a reply's positions from `first` on hold: a probability of 0 does not hide NaN. The draft's stay."""
+        for at, page in enumerate(held.pages[first // PAGE :], start=first // PAGE):
+            self._memory[:, :, page, :, max(0, first - at * PAGE) :] = 0.0
 
     def write(
         self,
@@ -115,33 +138,52 @@ class KVCache:
         keys_values: Float[Tensor, "tokens 2 kv_heads d"],
     ) -> None:
         """Store tokens at these places of pages in use."""
-        self._memory[layer][:, pages, :, offsets] = keys_values.to(self._dtype)
+        self._of(layer)[:, pages, :, offsets] = keys_values.to(self._dtype)
 
     def keys(self, layer: int) -> Float[Tensor, "used kv_heads page d"]:
-        return self._memory[layer, 0, : self.used]
+        return self._of(layer)[0, : self.used]
 
     def values(self, layer: int) -> Float[Tensor, "used kv_heads page d"]:
-        return self._memory[layer, 1, : self.used]
+        return self._of(layer)[1, : self.used]
 
     def _allocate(self, pages: int) -> None:
         if pages == self._pages:
             return
+        self._pages = pages
         old = self._memory
-        self._memory = torch.empty((self._layers, 2, pages, *self._shape), dtype=self._dtype)
+        self._memory = self._made(self._layers, self._shape)
         if self.used:
             self._memory[:, :, : self.used] = old[:, :, : self.used]
+        if self._draft_memory is not None:
+            old, (layers, *sizes) = self._draft_memory, self._draft
+            self._draft_memory = self._made(layers, _page_shape(*sizes))
+            self._draft_memory[:, :, : self.used] = old[:, :, : self.used]
         self.slots = np.resize(self.slots, pages)
         self.ordinals = np.resize(self.ordinals, pages)
-        self._pages = pages
+
+    def _made(self, layers: int, shape: tuple[int, int, int]) -> Tensor:
+        return torch.empty((layers, 2, self._pages, *shape), dtype=self._dtype)
+
+    def _memories(self) -> list[Tensor]:
+        return [self._memory] if self._draft_memory is None else [self._memory, self._draft_memory]
+
+    def _of(self, layer: int) -> Float[Tensor, "2 pages kv_heads page d"]:
+        return self._memory[layer] if layer < self._layers else self._draft_memory[layer - self._layers]
 
     def _remove(self, page: int) -> None:
         last = self.used - 1
         if page != last:
-            self._memory[:, :, page] = self._memory[:, :, last]
+            for memory in self._memories():
+                memory[:, :, page] = memory[:, :, last]
             slot, ordinal = self.slots[last], self.ordinals[last]
             self._held[int(slot)].pages[int(ordinal)] = page
             self.slots[page], self.ordinals[page] = slot, ordinal
         self.used = last
+
+
+def _page_shape(kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+    # Longer rows hold zeros at their end, which change no product.
+    return (kv_heads, PAGE, head_dim + -head_dim % ALIGNED)
 
 
 def pages_of(tokens: int) -> int:

@@ -7,8 +7,8 @@ exactly nothing. So neither company nor the way a reply came to its length, toke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,12 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from furlong.ops.policy.kv_cache import PAGE, Held, KVCache, pages_of
-from furlong.ops.policy.row_bits import ALIGNED, STEP, Product, alone, by_rows, cancelling
-
-WIDTH = 16
-"""Chunks are filled up to a multiple of this many tokens, and those of one such length are attended with together."""
-BLOCK = 64
-"""Pages widened to float32 at a time, so that they are still in the processor's cache when they are multiplied with."""
+from furlong.ops.policy.page_tiles import Tiles, attend, width_of
+from furlong.ops.policy.row_bits import ALIGNED
+from furlong.ops.policy.tree_attention import Tree, TreePart
 
 
 @dataclass(frozen=True)
@@ -38,33 +35,44 @@ class Span:
 class Plan:
     """Where the tokens of one step go and what they see; the same for every layer.
 
-    Tokens are in the order of the spans, those of a single token first.
+    Tokens are in the order of the spans, those of a single token first, then in that of the trees.
     """
 
-    def __init__(self, spans: list[Span], cache: KVCache):
-        """Every span's pages must be there, and stay, until the step is over."""
+    def __init__(self, spans: list[Span], cache: KVCache, trees: Sequence[Tree] = ()):
+        """Every span's and tree's pages must be there, and stay, until the step is over.
+
+        Args:
+            trees: whose nodes that were not fed yet are fed now; see `tree_attention.keep` for what to do afterwards.
+        Raises:
+            ValueError: a span of one token after longer ones, or a tree without new nodes.
+        """
         self._singles = sum(span.count == 1 for span in spans)
         if any(span.count == 1 for span in spans[self._singles :]):
             raise ValueError("spans of one token must come first; sort them")
+        if any(not tree.count for tree in trees):
+            raise ValueError("a tree has no nodes that were not fed; add some, or leave it out")
         self._cache = cache
-        at = np.concatenate([np.arange(span.first, span.first + span.count) for span in spans])
-        pages = np.concatenate([
-            np.asarray(span.held.pages)[np.arange(span.first, span.first + span.count) // PAGE] for span in spans
-        ])  # fmt: skip
-        self.positions = torch.from_numpy(at)
-        self._pages, self._offsets = torch.from_numpy(pages), torch.from_numpy(at % PAGE)
-        self._parts = []
+        starts = np.cumsum([0, *(span.count for span in spans), *(tree.count for tree in trees)])
+        spanned = int(starts[len(spans)])
+        owner = np.repeat(np.arange(len(spans)), [span.count for span in spans])
+        at = np.array([span.first for span in spans], dtype=np.int64)[owner] + np.arange(spanned) - starts[owner]
+        pages = [spans[i].held.pages[ordinal] for i, ordinal in zip(owner.tolist(), (at // PAGE).tolist(), strict=True)]
+        later = [tree.first + depth for tree in trees for depth in tree.depths[tree.fed :]]
+        self.positions = torch.from_numpy(np.concatenate([at, np.array(later, dtype=np.int64)]))
+        self._pages, self._offsets = torch.tensor(pages, dtype=torch.int64), torch.from_numpy(at % PAGE)
+        self._parts: list[Tiles | TreePart] = []
         if self._singles:
             self._parts.append(_tiles_of_singles(spans[: self._singles], cache))
         chunks = spans[self._singles :]
-        starts = np.cumsum([self._singles, *(span.count for span in chunks)])
-        lengths = np.array([span.count + -span.count % WIDTH for span in chunks])
-        for length in np.unique(lengths).tolist():
-            mine = np.flatnonzero(lengths == length).tolist()
-            self._parts.append(_tiles_of_chunks([chunks[i] for i in mine], starts[mine], length))
+        for width, mine in _by_width([span.count for span in chunks]):
+            firsts = starts[self._singles : len(spans)][mine]
+            self._parts.append(_tiles_of_chunks([chunks[i] for i in mine], firsts, width))
+        for _, mine in _by_width([tree.count for tree in trees]):
+            self._parts.append(TreePart([trees[i] for i in mine], starts[len(spans) : -1][mine], cache))
         self._back = None
         if len(self._parts) > 1:
-            self._back = torch.from_numpy(np.argsort(np.concatenate([tiles.tokens for tiles in self._parts])))
+            tokens = [part.tiles.tokens if isinstance(part, TreePart) else part.tokens for part in self._parts]
+            self._back = torch.from_numpy(np.argsort(np.concatenate(tokens)))
 
     def attend(
         self,
@@ -72,7 +80,7 @@ class Plan:
         queries: Float[Tensor, "tokens heads d"],
         keys_values: Float[Tensor, "tokens two_kv_heads d"],
     ) -> Float[Tensor, "tokens heads_d"]:
-        """Store the tokens' keys and values, then attend to everything up to each token.
+        """Store the tokens' keys and values, trees' with the trees, then attend to everything up to each token.
 
         Args:
             queries: scaled, so that a score is the logarithm to base 2 of a weight.
@@ -81,41 +89,29 @@ class Plan:
         if more := -size % ALIGNED:
             queries, keys_values = F.pad(queries, (0, more)), F.pad(keys_values, (0, more))
         K, D = keys_values.shape[1] // 2, size + more
-        self._cache.write(layer, self._pages, self._offsets, keys_values.view(T, 2, K, D))
+        rows = keys_values.view(T, 2, K, D)
+        self._cache.write(layer, self._pages, self._offsets, rows[: len(self._pages)])
         queries = queries.view(T, K, N // K, D)
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
-        parts = [_attend(queries, keys, values, tiles) for tiles in self._parts]
+        parts = [self._seen(part, layer, queries, rows) for part in self._parts]
         seen = parts[0] if self._back is None else torch.cat(parts).index_select(0, self._back)
         return seen[..., :size].reshape(T, N * size)
 
-
-@dataclass(frozen=True)
-class _Tiles:
-    """Queries in tiles of one width, and for each tile the pages it sees."""
-
-    tokens: Int[np.ndarray, " tokens"]
-    """Which of the step's tokens these are."""
-    table: Int[Tensor, " places"]
-    """Which token each place of the tiles is for; any, where a span has ended."""
-    valid: Int[Tensor, " tokens"]
-    """Which place each token has."""
-    width: int
-    """Places per tile."""
-    rows: Int[Tensor, " pairs"]
-    """The tile of each pair of tile and page; any, for pages of other replies."""
-    pages: Int[Tensor, " pairs"] | None
-    """Its page; None when pairs are all pages in use, in their order."""
-    hidden: Float[Tensor, "pairs 1 width page"]
-    """What is added to scores: 0, and -infinity where a key comes after the query."""
-    bags: Int[Tensor, " seen_pairs"]
-    """The pairs of each tile in the order of their pages, tile after tile."""
-    starts: Int[Tensor, " tiles"]
-    """Where those of each tile begin."""
-    grid: Int[Tensor, " tiles_most"] | None
-    """As many pairs of each tile as the largest has, some repeated; None when all have one."""
+    def _seen(self, part: Tiles | TreePart, layer: int, queries: Tensor, rows: Tensor) -> Tensor:
+        if isinstance(part, TreePart):
+            return part.attend(layer, queries, rows)
+        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        if part.pages is not None:
+            keys, values = keys.index_select(0, part.pages), values.index_select(0, part.pages)
+        return attend(queries, keys, values, part)
 
 
-def _tiles_of_singles(spans: list[Span], cache: KVCache) -> _Tiles:
+def _by_width(counts: list[int]) -> list[tuple[int, list[int]]]:
+    """Which of the counts are filled up to each width."""
+    widths = np.array([width_of(count) for count in counts], dtype=np.int64)
+    return [(int(width), np.flatnonzero(widths == width).tolist()) for width in np.unique(widths)]
+
+
+def _tiles_of_singles(spans: list[Span], cache: KVCache) -> Tiles:
     """A tile for each token, and pairs for all pages in use, as they are: those of other replies cost less than copying
     would, and nobody reads their results."""
     row_of = np.full(cache.most_slots, -1)
@@ -125,7 +121,7 @@ def _tiles_of_singles(spans: list[Span], cache: KVCache) -> _Tiles:
     return _arranged(tokens, tokens[:, None], np.array([[span.first] for span in spans]), tokens, rows, ordinals, None)
 
 
-def _tiles_of_chunks(spans: list[Span], starts: Int[np.ndarray, " spans"], width: int) -> _Tiles:
+def _tiles_of_chunks(spans: list[Span], starts: Int[np.ndarray, " spans"], width: int) -> Tiles:
     """A tile for each span.
 
     Args:
@@ -153,7 +149,7 @@ def _arranged(
     rows: Int[np.ndarray, " pairs"],
     ordinals: Int[np.ndarray, " pairs"],
     pages: Int[np.ndarray, " pairs"] | None,
-) -> _Tiles:
+) -> Tiles:
     """
     Args:
         positions: of the tokens in the table; rows: the tile of each pair, -1 for none; ordinals: of its page.
@@ -167,7 +163,7 @@ def _arranged(
     there = np.arange(most) < counts[:, None]
     last_seen = positions[np.maximum(rows, 0)] - ordinals[:, None] * PAGE
     hidden = np.where(np.arange(PAGE) > last_seen[..., None], np.float32(-np.inf), np.float32(0.0))
-    return _Tiles(
+    return Tiles(
         tokens=tokens,
         table=torch.from_numpy(table.ravel()),
         valid=torch.from_numpy(valid),
@@ -179,86 +175,3 @@ def _arranged(
         starts=torch.from_numpy(np.cumsum(counts) - counts),
         grid=torch.from_numpy(np.where(there, pair_of, pair_of[:, :1]).ravel()) if most > 1 else None,
     )
-
-
-def _attend(
-    queries: Float[Tensor, "tokens kv_heads group d"],
-    keys: Float[Tensor, "used kv_heads page d"],
-    values: Float[Tensor, "used kv_heads page d"],
-    tiles: _Tiles,
-) -> Float[Tensor, "n kv_heads group d"]:
-    _, K, G, D = queries.shape
-    W = tiles.width
-    if tiles.pages is None:
-        rows = queries[: len(tiles.table)]
-    else:
-        rows = queries.index_select(0, tiles.table).view(-1, W, K, G, D).transpose(1, 2).reshape(-1, K, W * G, D)
-        keys, values = keys.index_select(0, tiles.pages), values.index_select(0, tiles.pages)
-    rows = F.pad(rows, (0, 0, 0, -W * G % STEP))
-    hidden = tiles.hidden if W == 1 else tiles.hidden.repeat_interleave(G, dim=2)
-    seen = weighted(rows, keys, values, hidden, tiles)[:, :, : W * G]
-    if tiles.pages is None:
-        return seen
-    return seen.view(-1, K, W, G, D).transpose(1, 2).reshape(-1, K, G, D).index_select(0, tiles.valid)
-
-
-def weighted(
-    queries: Float[Tensor, "tiles kv_heads rows d"],
-    keys: Float[Tensor, "pairs kv_heads page d"],
-    values: Float[Tensor, "pairs kv_heads page d"],
-    hidden: Float[Tensor, "pairs 1 some_rows page"],
-    tiles: _Tiles,
-) -> Float[Tensor, "tiles kv_heads rows d"]:
-    """sum_i 2^(s_i - max s) v_i / sum_i 2^(s_i - max s): both sums within each page, then page after page."""
-    U, K, _, D = keys.shape
-    R = queries.shape[2]
-    spread = queries.flatten(1).index_select(0, tiles.rows).view(U * K, R, D)
-    scores = _times(spread, keys, turned=True).view(U, K, R, PAGE)
-    scores = scores.add_(hidden).view(U, K * R, PAGE)
-    largest = scores.amax(dim=-1)
-    if tiles.grid is not None:
-        largest = largest.index_select(0, tiles.grid).view(len(queries), -1, K * R).amax(dim=1)
-        largest = largest.index_select(0, tiles.rows)
-    shares = alone(scores.sub_(largest[..., None]).exp2_)
-    total = _by_pages(shares.sum(dim=-1), tiles)
-    seen = _times(shares.view(U * K, R, PAGE), values, turned=False)
-    seen = _by_pages(seen.view(U, K * R * D), tiles)
-    return seen.view(-1, K * R, D).div_(total[..., None]).view(-1, K, R, D)
-
-
-def _by_pages(terms: Float[Tensor, "pairs n"], tiles: _Tiles) -> Float[Tensor, "tiles n"]:
-    """The sum over each tile's pages, from the first to the last one."""
-    return torch.embedding_bag(terms, tiles.bags, tiles.starts)[0]
-
-
-def _times(
-    x: Float[Tensor, "pairs_kv_heads rows n"], pages: Float[Tensor, "pairs kv_heads page d"], turned: bool
-) -> Float[Tensor, "pairs_kv_heads rows m"]:
-    """x times each page's keys or values, in float32; transposed when `turned`."""
-    terms, columns = pages.shape[:1:-1] if turned else pages.shape[2:]
-    kind = ("pages", terms, columns, turned)
-    return by_rows(
-        lambda rows: _product(rows, pages, turned), x, kind, lambda rows: _probe(rows, terms, columns, turned)
-    )
-
-
-def _product(x: Tensor, pages: Tensor, turned: bool) -> Tensor:
-    U, K, P, D = pages.shape
-    if pages.dtype == torch.float32:
-        whole = pages.view(U * K, P, D)
-        return torch.bmm(x, whole.transpose(1, 2) if turned else whole)
-    found = x.new_empty((U * K, x.shape[1], P if turned else D))
-    wide = x.new_empty((min(U, BLOCK) * K, P, D))
-    for at in range(0, U, BLOCK):
-        some = slice(at * K, min(at + BLOCK, U) * K)
-        block = wide[: some.stop - some.start]
-        # Memory, not arithmetic, is what this waits for.
-        alone(partial(block.copy_, pages[at : at + BLOCK].view(-1, P, D)))
-        torch.bmm(x[some], block.transpose(1, 2) if turned else block, out=found[some])
-    return found
-
-
-def _probe(rows: int, terms: int, columns: int, turned: bool) -> tuple[Product, Tensor]:
-    x, other = cancelling(rows, columns, terms, torch.float32)
-    pages = (other if turned else other.T.contiguous()).expand(1, 3, -1, -1).contiguous()
-    return lambda some: _product(some, pages, turned), x.expand(3, -1, -1)

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from furlong.ops.policy.architecture import Architecture
+from furlong.ops.policy.draft_rows import DraftRows
 from furlong.ops.policy.kv_cache import Held
 from furlong.ops.policy.routing import encode
 from furlong.ops.protocols import GenerateRequest, Routing, Sample
@@ -16,7 +17,7 @@ from furlong.ops.protocols import GenerateRequest, Routing, Sample
 
 @dataclass(eq=False)
 class Reply:
-    """Grows by one token a step once all its tokens but the last are `fed`."""
+    """Grows once all its tokens but the last are `fed`: by one token a step, or by what a step accepts of a draft's."""
 
     request: GenerateRequest
     tokens: list[int] = field(init=False)
@@ -26,6 +27,7 @@ class Reply:
     fed: int = 0
     """Tokens whose keys and values the cache has."""
     held: Held | None = None
+    draft: DraftRows = field(default_factory=DraftRows)
     serial: int | None = None
     """Of the weights that computed the prompt's keys and values; None when they are of several."""
     logprobs: list[float] = field(default_factory=list)
@@ -49,6 +51,11 @@ class Reply:
         return len(self.tokens) - self.fed
 
     @property
+    def position(self) -> int:
+        """Of the next token in the reply, prefix included: what its random number is of."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
     def first_chosen(self) -> int:
         """The last token of a prefix is the first whose forward pass was not recorded with the prefix."""
         return self.given - 1 if self.request.prefix else 0
@@ -56,6 +63,7 @@ class Reply:
     def forget(self) -> None:
         """Keys and values are to be computed again; what was recorded of them stays."""
         self.fed, self.serial = 0, None
+        self.draft.forget()
 
     def feed(self, count: int, serial: int, chosen: Int[np.ndarray, "count layers top_k"] | None) -> None:
         """The next `count` tokens have gone through the model."""
@@ -93,6 +101,7 @@ class Reply:
     def take(self, other: Reply, count: int) -> None:
         """Its first tokens have the other's keys, values and experts."""
         self.fed, self.serial = count, other.serial
+        self.draft.share(other.draft, count)
         if other.chosen and self.first_chosen + self.choices < count:
             self.chosen_serial = other.chosen_serial
             self._record(np.concatenate(other.chosen)[self.choices : count])

@@ -17,6 +17,8 @@ _LIKELIEST = 1024
 _CHUNK = 2**20
 """Logits handled at a time, so that they stay in the processor's cache between passes."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_STREAM = np.uint64(0xD1342543DE82EF95)
+"""Any odd number unlike the other: keys of streams must not differ by a few counters."""
 
 
 class NonFiniteLogits(ArithmeticError):
@@ -42,7 +44,7 @@ class Rules:
     top_p: Float[np.ndarray, " rows"]
     min_p: Float[np.ndarray, " rows"]
 
-    def of(self, rows: slice | Bool[np.ndarray, " rows"]) -> Rules:
+    def of(self, rows: slice | Bool[np.ndarray, " rows"] | Int[np.ndarray, " some"]) -> Rules:
         return Rules(self.temperatures[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
@@ -59,14 +61,55 @@ class Drawn:
 
 
 def uniforms(
-    seeds: UInt64[np.ndarray, " rows"], positions: int | Int[np.ndarray, " rows"]
-) -> Float[np.ndarray, " rows"]:
+    seeds: UInt64[np.ndarray, "*#rows"],
+    positions: int | Int[np.ndarray, "*#rows"],
+    streams: int | Int[np.ndarray, "*#rows"] = 0,
+) -> Float[np.ndarray, "*rows"]:
     """Numbers in [0, 1), multiples of 2^-53: SplitMix64 (Steele, Lea, Flood 2014) at counter `positions`.
 
-    The seed is mixed first, so that neighbouring seeds do not give shifted copies of one stream.
+    The seed is mixed first, so that neighbouring seeds do not give shifted copies of one stream; so is what another
+    stream adds to it.
+
+    Args:
+        streams: from 0. Tokens are drawn with stream 0; drafts use others.
     """
     counters = (np.atleast_1d(np.asarray(positions)).astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    return (_mix(_mix(seeds + _GOLDEN) + counters) >> np.uint64(11)) * 2.0**-53
+    others = np.atleast_1d(np.asarray(streams)).astype(np.uint64)
+    keys = _mix(seeds + _GOLDEN)
+    keys = np.where(others > 0, _mix(keys + others * _STREAM), keys)
+    return (_mix(keys + counters) >> np.uint64(11)) * 2.0**-53
+
+
+@dataclass(frozen=True)
+class Laws:
+    """What each row is drawn from."""
+
+    chances: Float[Tensor, "rows blocks n"]
+    """Probabilities (float32) of the tokens that the row's rules keep, filled up with zeros to whole blocks. They sum to 1
+    only nearly, and not even that where rules drop tokens: divide by `mass`. Greedy rows' are softmax(logits)."""
+    masses: Float[Tensor, "rows blocks"]
+    """Sums of the blocks (float64)."""
+    own: Float[Tensor, "rows blocks n"]
+    """softmax(logits); `chances` itself when that is what they are for all rows."""
+    finite: Bool[Tensor, " rows"]
+    likeliest: Int[Tensor, " rows"]
+    """The greedy rows' token, -1 for the others."""
+
+    @property
+    def mass(self) -> Float[Tensor, " rows"]:
+        return self.masses.sum(dim=-1)
+
+    def draw(self, numbers: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+        """One token per row by inversion; greedy rows' likeliest."""
+        return torch.where(self.likeliest >= 0, self.likeliest, invert(self.chances, self.masses, numbers))
+
+    def logprobs(self, tokens: Int[Tensor, " t"], rows: Int[Tensor, " t"]) -> tuple[Tensor, Tensor]:
+        """`Drawn.logprobs` and `Drawn.model_logprobs` of these tokens, each drawn from one of the rows."""
+        finite = self.finite[rows]
+        logprobs = torch.where(finite, _logprobs(self.chances, self.masses, tokens, rows), torch.nan)
+        if self.own is self.chances:
+            return logprobs, logprobs
+        return logprobs, torch.where(finite, logprobs_of(self.own, tokens, rows), torch.nan)
 
 
 def draw(logits: Float[Tensor, "rows vocab"], rules: Rules, numbers: Float[Tensor, " rows"]) -> Drawn:
@@ -80,11 +123,18 @@ def draw(logits: Float[Tensor, "rows vocab"], rules: Rules, numbers: Float[Tenso
     """
     rows = max(1, _CHUNK // logits.shape[1])
     spans = [slice(at, at + rows) for at in range(0, len(logits), rows)]
-    parts = [_draw_chunk(logits[span].float(), rules.of(span), numbers[span]) for span in spans]
+    parts = [_draw_chunk(laws_of(logits[span], rules.of(span)), numbers[span]) for span in spans]
     return Drawn(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _draw_chunk(logits_BV: Tensor, rules: Rules, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_chunk(laws: Laws, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = laws.draw(numbers)
+    return tokens, *laws.logprobs(tokens, torch.arange(len(tokens)))
+
+
+def laws_of(logits: Float[Tensor, "rows vocab"], rules: Rules) -> Laws:
+    """What `draw` draws each row from."""
+    logits_BV = logits.float()
     greedy = rules.temperatures == 0
     # A sum is finite only if all its terms are, and is the one vectorised pass that says so.
     finite = logits_BV.sum(dim=-1).isfinite()
@@ -98,15 +148,10 @@ def _draw_chunk(logits_BV: Tensor, rules: Rules, numbers: Tensor) -> tuple[Tenso
         chances[heated] = chances_of(logits_BV[heated], torch.from_numpy(rules.temperatures[heated])[:, None])
     if cut.any():
         chances[cut] = _kept(chances[cut], rules.of(cut))
-    masses = chances.sum(dim=-1).double()
-    tokens = _invert(chances, masses, numbers)
+    likeliest = torch.full((len(logits_BV),), -1)
     if greedy.any():
-        tokens[greedy] = _argmax(_blocks(logits_BV[greedy], float("-inf")))
-    rows = torch.arange(len(tokens))
-    logprobs = torch.where(finite, _logprobs(chances, masses, tokens, rows), torch.nan)
-    if own is chances:
-        return tokens, logprobs, logprobs
-    return tokens, logprobs, torch.where(finite, logprobs_of(own, tokens, rows), torch.nan)
+        likeliest[greedy] = _argmax(_blocks(logits_BV[greedy], float("-inf")))
+    return Laws(chances, chances.sum(dim=-1).double(), own, finite, likeliest)
 
 
 def chances_of(
@@ -180,7 +225,9 @@ def _by_likelihood(likely: Float[Tensor, "b some"], ids: Int[Tensor, "b some"]) 
     return likely, ids.gather(1, order)
 
 
-def _invert(chances: Float[Tensor, "b blocks n"], masses: Float[Tensor, "b blocks"], numbers: Tensor) -> Tensor:
+def invert(
+    chances: Float[Tensor, "b blocks n"], masses: Float[Tensor, "b blocks"], numbers: Float[Tensor, " b"]
+) -> Int[Tensor, " b"]:
     """First token whose cumulative probability exceeds the number: the block first, then the token in it.
 
     Sums run in float64 over the block masses, and again over the tokens of the block found, whose own total is what the

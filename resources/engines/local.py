@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from furlong.ops.draft.settings import DraftSettings
 from furlong.ops.policy.architecture import read_architecture, read_stop_ids
 from furlong.ops.policy.checkpoint import DTYPES
 from furlong.ops.policy.generate import check_requests
@@ -59,7 +60,7 @@ class LocalEngine:
 
     def __init__(
         self, folder: str, version: int, dtype: str, threads: int, stop_ids: Sequence[int] = (), tp: int = 1,
-        batch_invariant: bool = True,
+        batch_invariant: bool = True, draft: DraftSettings | None = None,
     ):  # fmt: skip
         """
         Args:
@@ -71,8 +72,9 @@ class LocalEngine:
             tp: processes that the weights are split over, this one included.
             batch_invariant: tokens and log-probabilities of a reply are the same bits whatever runs beside it and
                 however its tokens came to be fed; costs what `benchmarks/rollout_decode.py` prints.
+            draft: how to draw with the drafts of weights versions that have one; None to draw without.
         Raises:
-            ModelError: the folder cannot be used; the message names file and tensor.
+            ModelError: the folder or the draft cannot be used; the message names file and tensor.
             EngineError: an unknown dtype, a stop id outside the vocabulary, a model that cannot be split by `tp`, or
                 a rank that did not start.
         """
@@ -82,6 +84,7 @@ class LocalEngine:
         self._dtype = dtype
         self._tp = tp
         self._invariant = batch_invariant
+        self._draft = draft
         self._architecture = read_architecture(folder)
         if tp not in (sizes := self._architecture.splits()):
             raise EngineError(
@@ -277,7 +280,8 @@ class LocalEngine:
 
     def health(self) -> dict[str, Any]:
         """`digest` is that of the live version, None until it was attested; `fence` the highest seen; `running` are the
-        requests that have not finished, `waiting` those of them that have not begun."""
+        requests that have not finished, `waiting` those of them that have not begun; `speculation` is what
+        `SpeculationCounts.report` says, there with `draft` only."""
         self._ranks.check()
         live, staged = self._gate.live, self._staged
         return {
@@ -291,7 +295,7 @@ class LocalEngine:
             "waiting": self._scheduler.waiting,
             "paused": self._gate.paused,
             "resident_bytes": self._ranks.resident_bytes(),
-        }
+        } | ({} if self._draft is None else {"speculation": self._ranks.speculation()})
 
     def fingerprint(self) -> str:
         """Everything that may change a reply's last bits, in words."""
@@ -310,10 +314,10 @@ class LocalEngine:
 
     def _make_ranks(self) -> OneRank | TpRanks:
         if self._tp == 1:
-            return OneRank(self._architecture, DTYPES[self._dtype], self._threads, self._invariant)
+            return OneRank(self._architecture, DTYPES[self._dtype], self._threads, self._invariant, self._draft)
         from furlong.resources.engines.tp_leader import TpRanks
 
-        return TpRanks(self._architecture, self._dtype, self._tp, self._threads, self._invariant)
+        return TpRanks(self._architecture, self._dtype, self._tp, self._threads, self._invariant, self._draft)
 
     @contextmanager
     def _changing(self, fence: int | None) -> Iterator[None]:

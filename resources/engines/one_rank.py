@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from typing import Any
 
 import psutil
 import pyarrow as pa
 import torch
 
+from furlong.ops.draft.settings import DraftSettings
 from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.batch import Batch, Ended, Turn
 from furlong.ops.policy.live import Live
@@ -22,10 +24,14 @@ from furlong.resources.engines.rank import Rank
 class OneRank:
     """Makes weights versions, digests them, and generates with them."""
 
-    def __init__(self, architecture: Architecture, dtype: torch.dtype, threads: int, invariant: bool):
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, threads: int, invariant: bool,
+        draft: DraftSettings | None = None,
+    ):  # fmt: skip
         self._architecture = architecture
         self._threads = threads
-        self._rank = Rank(architecture, dtype)
+        self._draft = draft
+        self._rank = Rank(architecture, dtype, draft=draft)
         self._serials = count(1)
         self._invariant = invariant
         self.clear()
@@ -68,7 +74,11 @@ class OneRank:
 
     def clear(self) -> None:
         """Begin with an empty batch."""
-        self._batch = Batch(self._architecture, self._architecture, self._invariant)
+        self._batch = Batch(self._architecture, self._architecture, self._invariant, self._draft)
+
+    def speculation(self) -> dict[str, Any]:
+        """See `Batch.speculation`."""
+        return self._batch.speculation()
 
     def resident_bytes(self) -> int:
         return psutil.Process().memory_info().rss

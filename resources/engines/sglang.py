@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from furlong.ops.draft.settings import DraftSettings
 from furlong.ops.policy.architecture import Architecture, read_architecture, read_stop_ids
 from furlong.ops.policy.checkpoint import DTYPES, is_extra, read_tensors
 from furlong.ops.policy.manifest import ModelError
@@ -25,6 +26,7 @@ from furlong.ops.weights.delta import apply
 from furlong.ops.weights.digest import tensor_digest, weights_digest
 from furlong.ops.weights.layout import Offer, Piece, whole_piece
 from furlong.resources.engines.incoming import check_base, check_digests, check_origin
+from furlong.resources.engines.sglang_draft import launch_flags, served_shape
 from furlong.resources.engines.sglang_http import CONTROL_DEADLINE
 from furlong.resources.engines.sglang_pause import ServerPause
 from furlong.resources.engines.sglang_push import PUSH_DEADLINE, Parcel, Push, Pusher, make_pusher
@@ -33,6 +35,7 @@ from furlong.resources.engines.sglang_score import server_scores
 from furlong.resources.engines.sglang_server import VERSION, OtherServer, SGLangServer
 from furlong.resources.engines.sglang_weights import Weights, compare, weigh
 from furlong.resources.engines.step_gate import EngineError
+from furlong.resources.weights.draft_folder import FOLDER, check_draft_config, read_draft_folder
 from furlong.resources.weights.fence import FenceGuard
 
 if TYPE_CHECKING:
@@ -74,6 +77,7 @@ class SGLangEngine:
         stop_ids: Sequence[int] = (),
         url: str = "",
         push: Push = "auto",
+        draft: DraftSettings | None = None,
     ):
         """
         Args:
@@ -86,8 +90,10 @@ class SGLangEngine:
                 its checksums are of another kind) and with Furlong's shim; empty to start one. It must serve the folder's
                 weights, or be left over from an engine of this kind.
             push: how new weights get into the server: through shared memory, a process group, or a file.
+            draft: how to draw with the draft that lies in the folder's `draft/`; None to draw without. A server on a CPU
+                refuses it (`sglang_draft`).
         Raises:
-            ModelError: the folder cannot be used; the message names file and tensor.
+            ModelError: the folder or its draft cannot be used; the message names file and tensor.
             EngineError: SGLang is not installed, the server does not start (with its last lines), or what it holds is
                 not what the folder says.
         """
@@ -99,7 +105,13 @@ class SGLangEngine:
                 f"{folder} has experts in layers {self._architecture.expert_layers} only; SGLang {VERSION} gives every "
                 "layer experts: use the embedded engine"
             )
+        if draft is not None and url:
+            raise EngineError(
+                f"{url} is a server on a CPU, and none of those speculates in SGLang {VERSION}; leave the draft out, or use "
+                "the embedded engine"
+            )
         self._dtype, self._threads = dtype, threads or torch.get_num_threads()
+        self._draft = None if draft is None else served_shape(draft, self._architecture)
         self._fence = FenceGuard()
         # The first is for what is staged; the second, taken inside it, for what is in the server.
         self._staging, self._serving = threading.Lock(), threading.Lock()
@@ -110,12 +122,18 @@ class SGLangEngine:
         self._scratch = Path(tempfile.mkdtemp(prefix="furlong-sglang-"))
         try:
             stops = _all_stop_ids(folder, stop_ids, self._architecture)
+            flags = [] if draft is None else launch_flags(draft, self._draft, folder)
             if url:
                 self._server = OtherServer(url, self._architecture, dtype)
             else:
-                self._server = SGLangServer(folder, self._architecture, version, dtype, self._threads, self._scratch)
+                where = (dtype, self._threads, self._scratch, flags)
+                self._server = SGLangServer(folder, self._architecture, version, *where)
             self._pause = ServerPause(self._server)
-            self._live = self._weigh(version, read_tensors(folder, self._architecture, DTYPES[dtype]))
+            tensors = read_tensors(folder, self._architecture, DTYPES[dtype])
+            if self._draft is not None:
+                tensors |= read_draft_folder(Path(folder) / FOLDER)
+                check_draft_config(Path(folder) / FOLDER, tensors, self._draft)
+            self._live = self._weigh(version, tensors)
             if isinstance(self._server, SGLangServer):
                 self._server.wait()
             capacity = self._server.capacity
@@ -171,7 +189,8 @@ class SGLangEngine:
             weights = self._weigh(version, tensors)
             check_digests(version, self._live.version, self._attestation(weights).tensors, digests)
             self._drop_staged()
-            parcel = self._pusher.pack(_policy(weights.tensors))
+            weights.check_maps(self._live)
+            parcel = self._pusher.pack(weights.served())
             try:
                 # Everything is pushed: what the server holds may not be what we think, and this is how to mend it.
                 self._exchange(weights, parcel)
@@ -292,6 +311,7 @@ class SGLangEngine:
     def _stage(self, version: int, tensors: dict[str, Tensor]) -> Attestation:
         self._drop_staged()
         weights = self._weigh(version, tensors, self._live)
+        weights.check_maps(self._live)
         self._staged = _Staged(weights, self._pusher.pack(weights.changed_from(self._live)))
         return self._attestation(weights)
 
@@ -360,15 +380,15 @@ class SGLangEngine:
             # A number is what an engine before this one has put there; a server that nobody has touched has a word.
             if not self._server.weight_version.isdecimal():
                 raise
-        self._exchange(weights, self._pusher.pack(_policy(weights.tensors)))
+        self._exchange(weights, self._pusher.pack(weights.served()))
         self._previous = None
         self._requests.generate([GenerateRequest("probe", (0,), 0, 1, 0.0)])
 
     def _weigh(self, version: int, tensors: dict[str, Tensor], known: Weights | None = None) -> Weights:
-        return weigh(version, tensors, self._architecture, DTYPES[self._dtype], known)
+        return weigh(version, tensors, self._architecture, DTYPES[self._dtype], known, self._draft)
 
     def _attestation(self, weights: Weights) -> Attestation:
-        # Drafts and adapters are in no server yet, so this process's memory is where they are held.
+        # Adapters, and drafts that no server draws with, are held in this process's memory.
         extras = {name: tensor_digest(tensor) for name, tensor in weights.tensors.items() if is_extra(name)}
         digests = weights.digests | extras
         return Attestation(self.fingerprint(), weights.version, weights_digest(digests), digests)

@@ -1,6 +1,8 @@
 """Three ways to put tensors into a running SGLang server, through its own update calls.
 
-Each has a part that is done while the server generates (`pack`) and one that is done while it is paused (`push`).
+The server tells policy and draft apart by a selector, not by names: `draft.*` go to its draft, without that prefix, and
+all others to the policy, in one session. Each way has a part that is done while the server generates (`pack`) and one that
+is done while it is paused (`push`).
 """
 
 from __future__ import annotations
@@ -10,18 +12,19 @@ import io
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch.multiprocessing
 from safetensors.torch import save_file
 from torch import Tensor
 
+from furlong.ops.draft.shape import PREFIX
 from furlong.ops.weights.digest import dtype_name
 from furlong.resources.engines.sglang_http import ServerClient
 from furlong.resources.engines.step_gate import EngineError
@@ -35,17 +38,25 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Parcel:
-    """Tensors by Hugging Face name, ready to be pushed."""
+    """Tensors by their names in a weights version, ready to be pushed."""
 
     tensors: dict[str, Tensor]
     folder: Path | None = None
+
+    def parts(self) -> dict[str, dict[str, Tensor]]:
+        """Selector of the server's model -> its tensors, by its names; only models that have any."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            selector = "draft" if name.startswith(PREFIX) else "target"
+            found.setdefault(selector, {})[name.removeprefix(PREFIX)] = tensor
+        return dict(sorted(found.items(), reverse=True))
 
 
 class Pusher(Protocol):
     """One way."""
 
     def pack(self, tensors: dict[str, Tensor]) -> Parcel:
-        """Make ready; the server does not notice. EngineError when there is no room."""
+        """Make ready; the server does not notice. EngineError when there is no room, or no such way for a draft."""
 
     def push(self, parcel: Parcel, version: int) -> None:
         """Change the server's weights and the version it reports. It must be paused. EngineError when it refuses:
@@ -72,9 +83,14 @@ def make_pusher(push: Push, server: ServerClient, scratch: Path) -> Pusher:
 
 
 @contextmanager
-def update_session(server: ServerClient) -> Iterator[None]:
-    """What SGLang wants around updates from tensors and process groups; closed also when an update failed."""
-    server.post("/begin_weight_update", {"selector": "target"}, PUSH_DEADLINE)
+def update_session(server: ServerClient, selectors: Iterable[str]) -> Iterator[None]:
+    """What SGLang wants around updates from tensors and process groups; closed also when an update failed.
+
+    Args:
+        selectors: of the models that are updated in it.
+    """
+    one, *more = selectors
+    server.post("/begin_weight_update", {"selector": "all" if more else one}, PUSH_DEADLINE)
     try:
         yield
     finally:
@@ -105,17 +121,20 @@ class TensorPush:
         return Parcel(tensors)
 
     def push(self, parcel: Parcel, version: int) -> None:
-        buffer = io.BytesIO()
-        with self._by_name():
-            # Handles of shared memory, in the form the server reads; the bytes are not in it.
-            ForkingPickler(buffer).dump(list(parcel.tensors.items()))
-        body = {
-            "serialized_named_tensors": [base64.b64encode(buffer.getvalue()).decode()],
-            "flush_cache": False,
-            "weight_version": str(version),
-        }
-        with update_session(self._server):
-            self._server.post("/update_weights_from_tensor", body, PUSH_DEADLINE)
+        parts = parcel.parts()
+        with update_session(self._server, parts):
+            for selector, tensors in parts.items():
+                buffer = io.BytesIO()
+                with self._by_name():
+                    # Handles of shared memory, in the form the server reads; the bytes are not in it.
+                    ForkingPickler(buffer).dump(list(tensors.items()))
+                body = {
+                    "serialized_named_tensors": [base64.b64encode(buffer.getvalue()).decode()],
+                    "flush_cache": False,
+                    "weight_version": str(version),
+                    "selector": selector,
+                }
+                self._server.post("/update_weights_from_tensor", body, PUSH_DEADLINE)
 
     def drop(self, parcel: Parcel) -> None:
         """Nothing: the memory goes with the tensors."""
@@ -150,21 +169,15 @@ class DistributedPush:
         return Parcel({name: tensor.contiguous() for name, tensor in tensors.items()})
 
     def push(self, parcel: Parcel, version: int) -> None:
-        group = self._group or self._meet()
-        body = {
-            "names": list(parcel.tensors),
-            "dtypes": [dtype_name(tensor) for tensor in parcel.tensors.values()],
-            "shapes": [list(tensor.shape) for tensor in parcel.tensors.values()],
-            "group_name": self._name,
-            "flush_cache": False,
-            "weight_version": str(version),
-        }
+        group, parts = self._group or self._meet(), parcel.parts()
         try:
-            with update_session(self._server), ThreadPoolExecutor(1) as pool:
-                answer = pool.submit(self._server.post, "/update_weights_from_distributed", body, PUSH_DEADLINE)
-                for tensor in parcel.tensors.values():
-                    group.broadcast(tensor, 0)
-                answer.result()
+            with update_session(self._server, parts), ThreadPoolExecutor(1) as pool:
+                for selector, tensors in parts.items():
+                    body = self._announced(tensors, version) | {"selector": selector}
+                    answer = pool.submit(self._server.post, "/update_weights_from_distributed", body, PUSH_DEADLINE)
+                    for tensor in tensors.values():
+                        group.broadcast(tensor, 0)
+                    answer.result()
         except (PeerLost, EngineError) as err:
             # A group that failed once is of no more use; the next push makes another.
             self._group = None
@@ -175,6 +188,17 @@ class DistributedPush:
 
     def close(self) -> None:
         self._group = None
+
+    def _announced(self, tensors: dict[str, Tensor], version: int) -> dict[str, Any]:
+        """The body of the call during which the tensors are broadcast, in this order."""
+        return {
+            "names": list(tensors),
+            "dtypes": [dtype_name(tensor) for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
+            "group_name": self._name,
+            "flush_cache": False,
+            "weight_version": str(version),
+        }
 
     def _meet(self) -> Group:
         self._met += 1
@@ -201,6 +225,11 @@ class DiskPush:
         self._server, self._scratch = server, scratch
 
     def pack(self, tensors: dict[str, Tensor]) -> Parcel:
+        if any(name.startswith(PREFIX) for name in tensors):
+            raise EngineError(
+                "SGLang loads a file into policy and draft alike, so a draft cannot be pushed by one; start the engine with "
+                "push='tensor' or push='distributed'"
+            )
         need, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(self._scratch).free
         if need > free:
             raise EngineError(f"{need} bytes do not fit into the {free} free ones at {self._scratch}; make room there")

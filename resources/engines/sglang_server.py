@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ import psutil
 from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.checkpoint import DTYPES
 from furlong.resources.engines import sglang_capacity
+from furlong.resources.engines.sglang_draft import refused
 from furlong.resources.engines.sglang_http import ServerClient
 from furlong.resources.engines.step_gate import EngineError
 from furlong.resources.processes import last_lines
@@ -30,7 +32,7 @@ START_DEADLINE = 300.0
 END_DEADLINE = 10.0
 ANSWER_DEADLINE = 10.0
 """Seconds for what a server answers without waiting for a decode step."""
-SHOWN_LINES = 15
+SHOWN_LINES, LOOKED_AT_LINES = 15, 500
 _CPU_FLAGS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-cuda-graph", "--disable-overlap-schedule"),
@@ -49,7 +51,10 @@ def python() -> str:
 class SGLangServer(ServerClient):
     """One server on a free local port. Methods may be called by several threads at once."""
 
-    def __init__(self, folder: str, architecture: Architecture, version: int, dtype: str, threads: int, scratch: Path):
+    def __init__(
+        self, folder: str, architecture: Architecture, version: int, dtype: str, threads: int, scratch: Path,
+        extra: Sequence[str] = (),
+    ):  # fmt: skip
         """Begin to start; `wait` for it before anything else.
 
         Args:
@@ -58,6 +63,7 @@ class SGLangServer(ServerClient):
             dtype: `bfloat16` or `float32`.
             threads: of PyTorch in the process that computes.
             scratch: folder for its log; goes with the engine's process.
+            extra: more arguments of `sglang.launch_server`.
         """
         self.log = scratch / "server.log"
         with socket.socket() as probe:
@@ -75,6 +81,7 @@ class SGLangServer(ServerClient):
             *("--context-length", str(architecture.context + sglang_capacity.SPARE)),
             *("--weight-version", str(version), "--host", "127.0.0.1", "--port", str(port)),
             *(["--enable-return-routed-experts"] if architecture.experts else []),
+            *extra,
         ]
         # Without PYTHONPATH of the caller: it may lead to packages of another environment.
         environment = os.environ | {
@@ -121,7 +128,9 @@ class SGLangServer(ServerClient):
         ended = self.ended
         self.close()
         what = "ended while it started" if ended else f"did not answer within {deadline:.0f} s"
-        raise EngineError(f"the SGLang server {what}; its last lines:\n{last_lines(self.log, SHOWN_LINES)}")
+        # What it could not do stands above the lines in which its processes end each other.
+        why = refused(last_lines(self.log, LOOKED_AT_LINES))
+        raise EngineError(f"the SGLang server {what}. {why}Its last lines:\n{last_lines(self.log, SHOWN_LINES)}")
 
     def close(self) -> None:
         """End the server with all its processes; harmless when it has ended."""

@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from furlong.ops.draft.shape import MAPS, PREFIX, DraftShape
+from furlong.ops.draft.tensors import check_tensors, of_version
 from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.checkpoint import is_extra
 from furlong.ops.weights.digest import dtype_name, raw_bytes, tensor_digest
@@ -28,6 +30,7 @@ _MULTIPLES = {
     ".down_proj.weight": (1, 32),
 }
 """SGLang adds zeros to these tensors on a CPU until rows and columns are multiples of this."""
+_EMBEDDING = "model.embed_tokens.weight"
 _FUSED = (
     (re.compile(r"\.experts\.\d+\.(gate|up)_proj\."), ".experts.w13_"),
     (re.compile(r"\.experts\.\d+\.down_proj\."), ".experts.w2_"),
@@ -48,13 +51,27 @@ class Weights:
     checksums: dict[str, str]
     """What the server must report for each of its parameters."""
 
+    draft: DraftShape | None = None
+    """Of the draft that the server holds too."""
+
+    def served(self) -> dict[str, Tensor]:
+        """The tensors that a server holds: the policy's, and those of a draft it draws with, but for the draft's maps,
+        which it reads when it starts."""
+        mine = set() if self.draft is None else {PREFIX + name for name in self.draft.parameters()}
+        return {name: tensor for name, tensor in self.tensors.items() if not is_extra(name) or name in mine}
+
+    def check_maps(self, other: Weights) -> None:
+        """EngineError unless a draft of the one proposes from the same part of the vocabulary as the other's."""
+        for name in (PREFIX + name for name in MAPS) if self.draft else ():
+            if self.digests.get(name) != other.digests.get(name):
+                raise EngineError(
+                    f"version {self.version} has another {name} than version {other.version}, which an SGLang server reads "
+                    "only when it starts; start the engine again from the folder of the new version"
+                )
+
     def changed_from(self, other: Weights) -> dict[str, Tensor]:
-        """The policy's tensors whose bytes are not the other version's; these the server has to be given."""
-        return {
-            name: tensor
-            for name, tensor in self.tensors.items()
-            if not is_extra(name) and self.digests[name] != other.digests[name]
-        }
+        """Those of the served tensors whose bytes are not the other version's; these the server has to be given."""
+        return {n: tensor for n, tensor in self.served().items() if self.digests[n] != other.digests.get(n)}
 
 
 def weigh(
@@ -63,11 +80,15 @@ def weigh(
     architecture: Architecture,
     dtype: torch.dtype,
     known: Weights | None = None,
+    draft: DraftShape | None = None,
 ) -> Weights:
     """Digest the tensors of a version; checksums of parameters whose bytes are those of `known` are taken from it.
 
+    Args:
+        draft: of the draft that the server holds beside the policy; None where it has none.
     Raises:
         EngineError: a policy tensor is missing, unexpected, or of another shape or dtype than the server's.
+        DraftError: the version's draft is not of that shape.
     """
     shapes = architecture.shapes()
     policy = {name for name in tensors if not is_extra(name)}
@@ -82,26 +103,39 @@ def weigh(
                 f"version {version}: {name} is {dtype_name(tensors[name])}{list(tensors[name].shape)}, the server holds "
                 f"{str(dtype).removeprefix('torch.')}{list(shape)}; publish in the dtype the engine was started with"
             )
+    if draft is not None:
+        check_tensors(of_version(tensors), draft, f"the draft of version {version}")
     digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-    same = {name for name in policy if known and known.digests[name] == digests[name]}
+    same = {name for name in digests if known and known.digests.get(name) == digests[name]}
     checksums = {
         parameter: known.checksums[parameter]
         if known and same.issuperset(names)
-        else _checksum([_padded(name, tensors[name]) for name in names])
-        for parameter, names in parameters(architecture).items()
+        # A draft may be published in another format than the server computes in.
+        else _checksum([_padded(name, tensors[name].to(dtype)) for name in names])
+        for parameter, names in parameters(architecture, draft).items()
     }
-    return Weights(version, tensors, digests, checksums)
+    return Weights(version, tensors, digests, checksums, draft)
 
 
-def parameters(architecture: Architecture) -> dict[str, list[str]]:
-    """The server's parameters, each with the Hugging Face names of the tensors whose rows it holds, in order."""
+def parameters(architecture: Architecture, draft: DraftShape | None = None) -> dict[str, list[str]]:
+    """The server's parameters, each with the names in a version of the tensors whose rows it holds, in order."""
     found: dict[str, list[str]] = {}
     for name in architecture.shapes():
-        parameter = name
-        for pattern, fused in _FUSED:
-            parameter = pattern.sub(fused, parameter)
-        found.setdefault(parameter, []).append(name)
+        found.setdefault(_fused(name), []).append(name)
+    for name in draft.parameters() if draft else ():
+        parameter = name.replace("midlayer.", "layers.0.")
+        parameter = _fused(parameter if parameter.startswith("lm_head.") else f"model.{parameter}")
+        found.setdefault(PREFIX + parameter, []).append(PREFIX + name)
+    if draft:
+        # It is the policy's own.
+        found[f"{PREFIX}{_EMBEDDING}"] = [_EMBEDDING]
     return found
+
+
+def _fused(name: str) -> str:
+    for pattern, fused in _FUSED:
+        name = pattern.sub(fused, name)
+    return name
 
 
 def compare(weights: Weights, reported: dict[str, str], architecture: Architecture) -> None:
@@ -114,7 +148,7 @@ def compare(weights: Weights, reported: dict[str, str], architecture: Architectu
         )
     wrong = sorted(name for name, checksum in reported.items() if checksum != weights.checksums[name])
     if wrong:
-        parts = ", ".join(parameters(architecture)[wrong[0]])
+        parts = ", ".join(parameters(architecture, weights.draft)[wrong[0]])
         raise EngineError(
             f"the server does not hold version {weights.version}: parameter {wrong[0]} (tensors {parts}; {len(wrong)} "
             f"parameters in all) has checksum {reported[wrong[0]]}, expected {weights.checksums[wrong[0]]}; "

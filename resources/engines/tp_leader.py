@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from furlong.ops.draft.settings import DraftSettings
 from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.batch import Batch, Ended, Turn
 from furlong.ops.policy.checkpoint import DTYPES
@@ -47,11 +48,14 @@ _KNOWN = {kind.__name__: kind for kind in (DeltaError, ModelError, WeightsError)
 class TpRanks:
     """What `OneRank` is for a single process, with the same methods; EngineError once a rank is lost, for ever."""
 
-    def __init__(self, architecture: Architecture, dtype: str, size: int, threads: int, invariant: bool):
+    def __init__(
+        self, architecture: Architecture, dtype: str, size: int, threads: int, invariant: bool,
+        draft: DraftSettings | None = None,
+    ):  # fmt: skip
         """
         Args:
             dtype: of the policy's tensors, by name.
-            size: number of ranks; threads: of PyTorch in each; invariant: see `Batch`.
+            size: number of ranks; threads: of PyTorch in each; invariant, draft: see `Batch`.
         Raises:
             EngineError: a rank did not start; with the last it wrote.
         """
@@ -59,9 +63,9 @@ class TpRanks:
         self._shapes = architecture.shapes()
         self._layout = [pieces(architecture, rank, size) for rank in range(size)]
         self._serials = count(1)
-        self._invariant = invariant
+        self._invariant, self._draft = invariant, draft
         self._part = part_of(architecture, 0, size)
-        self._batch = Batch(architecture, self._part, invariant)
+        self.clear()
         self._lost = ""
         self._losing = threading.Lock()
         self._others: list[RankProcess] = []
@@ -75,10 +79,12 @@ class TpRanks:
                 setup = {
                     "architecture": asdict(architecture), "dtype": dtype, "rank": other.rank, "size": size,
                     "threads": threads, "address": address, "deadline": PEER_DEADLINE, "invariant": invariant,
+                    "draft": None if draft is None else asdict(draft),
                 }  # fmt: skip
                 other.weights.send(setup)
             self._slabs = Group(address, "weights", 0, size, PEER_DEADLINE)
-            self._rank = Rank(architecture, DTYPES[dtype], 0, size, Group(address, "steps", 0, size, PEER_DEADLINE))
+            exchange = Group(address, "steps", 0, size, PEER_DEADLINE)
+            self._rank = Rank(architecture, DTYPES[dtype], 0, size, exchange, draft)
             self._answers(START_DEADLINE)
         except Exception as err:
             raise self._lose(err) from err
@@ -144,6 +150,8 @@ class TpRanks:
         A turn that breaks off leaves the other ranks waiting in it for ever, so that ends them.
         """
         self.check()
+        # From this rank's clock: the others' would say otherwise.
+        turn = replace(turn, decision=self._batch.decide(live))
         self._tell_steps({"turn": turn_to_json(turn), "serial": None if live is None else live.serial})
         try:
             ended = self._batch.turn(turn, live)
@@ -157,7 +165,11 @@ class TpRanks:
 
     def clear(self) -> None:
         """Only after `turn` raised, upon which all ranks are lost."""
-        self._batch = Batch(self._architecture, self._part, self._invariant)
+        self._batch = Batch(self._architecture, self._part, self._invariant, self._draft)
+
+    def speculation(self) -> dict[str, Any]:
+        """See `Batch.speculation`."""
+        return self._batch.speculation()
 
     def resident_bytes(self) -> int:
         return psutil.Process().memory_info().rss + sum(other.resident_bytes() for other in self._others)

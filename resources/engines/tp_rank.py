@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from furlong.ops.draft.settings import DraftSettings
 from furlong.ops.policy.architecture import Architecture
 from furlong.ops.policy.batch import Batch
 from furlong.ops.policy.checkpoint import DTYPES
@@ -41,12 +42,13 @@ class Follower:
         self._threads = setup["threads"]
         self._architecture = Architecture(**setup["architecture"])
         part = part_of(self._architecture, setup["rank"], setup["size"])
-        self._batch = Batch(self._architecture, part, setup["invariant"])
+        draft = None if setup["draft"] is None else DraftSettings(**setup["draft"])
+        self._batch = Batch(self._architecture, part, setup["invariant"], draft)
         place = (setup["rank"], setup["size"], setup["deadline"])
         torch.set_num_threads(self._threads)
         self._slabs = Group(setup["address"], "weights", *place)
         exchange = Group(setup["address"], "steps", *place)
-        self._rank = Rank(self._architecture, DTYPES[setup["dtype"]], setup["rank"], setup["size"], exchange)
+        self._rank = Rank(self._architecture, DTYPES[setup["dtype"]], setup["rank"], setup["size"], exchange, draft)
         self._lives: dict[int, Live] = {}
         self._served: dict[str, Tensor] = {}
 

@@ -8,6 +8,7 @@ import hashlib
 from dataclasses import asdict
 from typing import Any
 
+from furlong.ops.draft.cost import Decision
 from furlong.ops.policy.batch import Ended, Turn
 from furlong.ops.protocols import GenerateRequest
 
@@ -23,7 +24,8 @@ def turn_from_json(body: dict[str, Any]) -> Turn:
         GenerateRequest(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
         for row in body["requests"]
     ]
-    return Turn(tuple(requests), body["reasons"], body["retract"])
+    decision = None if body["decision"] is None else Decision(**body["decision"])
+    return Turn(tuple(requests), body["reasons"], body["retract"], decision)
 
 
 def drawn_digest(ended: Ended) -> str:

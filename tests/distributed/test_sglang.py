@@ -41,6 +41,7 @@ from furlong.ops.weights.layout import Offer, TensorSpec, whole
 from furlong.ops.weights.plan import broadcast_plan, p2p_plan
 from furlong.resources.engines.sglang import SGLangEngine
 from furlong.resources.engines.sglang_push import make_pusher
+from furlong.resources.engines.sglang_weights import compare
 from furlong.resources.engines.step_gate import EngineError
 from furlong.resources.weights.group import open_store
 from furlong.resources.weights.publisher import TRANSPORTS, PublishError
@@ -113,6 +114,22 @@ def test_a_version_equal_to_the_last_is_a_version(engine, folder, push):
     old = weights(folder)
     publish(engine, 1, 0, old, dict(old))
     assert_serves(engine, folder, old, 1)
+
+
+@pytest.mark.parametrize("push", ["tensor", "distributed"])
+def test_a_draft_s_tensors_never_reach_the_policy(engine, folder, pushers, push):
+    """Even of the same name: the server is told which model each is for. This one has no draft, and drops them."""
+    old = weights(folder)
+    new = changed(old, NORM)
+    for version, tensors, wanted in (
+        (1, {NORM: new[NORM], f"draft.{NORM}": torch.full_like(old[NORM], 3.0)}, new),
+        (2, {f"draft.{NORM}": torch.full_like(old[NORM], 4.0)}, new),
+        (3, {NORM: old[NORM]}, old),
+    ):
+        with engine._pause.changing():
+            pushers[push].push(pushers[push].pack({n: t.clone() for n, t in tensors.items()}), version)
+        compare(engine._weigh(version, wanted), engine._reported(), engine._architecture)
+        assert engine._server.get("/model_info", 10.0)["weight_version"] == str(version)
 
 
 def flip_a_bit(engine: SGLangEngine, push: str) -> None:

@@ -202,7 +202,9 @@ def test_qwen3_in_bfloat16_from_another_task(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     data = DataSpec(tasks=(TaskSpec(name="chain_sum"),), train_prompts=16, eval_prompts=4, system="Sum:")
-    make_scratch(SPEC.model_copy(update={"config": SPEC.config | {"model_type": "qwen3"}}), data, 0, tmp_path, "bfloat16")
+    make_scratch(
+        SPEC.model_copy(update={"config": SPEC.config | {"model_type": "qwen3"}}), data, 0, tmp_path, "bfloat16"
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert (model.config.model_type, model.dtype) == ("qwen3", torch.bfloat16)
     tokenizer = load_tokenizer(tmp_path)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from furlong.cli.live import sparkline
 from furlong.cli.report_view import reward_plot, show_report
-from furlong.ops.plots import line_plot
+from furlong.ops.plots import line_plot, lines_plot, lines_svg
 from furlong.ops.records import TABLES
 from furlong.ops.report import transcript
 from furlong.ops.spec import Placement
@@ -46,6 +46,22 @@ def test_no_points_says_so():
     assert "no steps yet" in line_plot([], "reward")
 
 
+def test_several_lines_share_a_scale_and_are_named():
+    lines = {"frozen & slow": [(1, 3.0), (3, 1.0)], "nothing": [], "co-trained": [(2, 3.0), (5, 5.0)]}
+    image = svg_of(lines_plot(lines, "acceptance"))
+    curves = [node for node in image.iter() if node.tag.endswith("polyline")]
+    assert len({curve.attrib["stroke"] for curve in curves}) == 2
+    (frozen, _), (learning, top) = (
+        [tuple(map(float, pair.split(","))) for pair in curve.attrib["points"].split()] for curve in curves
+    )
+    assert frozen[0] < learning[0] < top[0]
+    assert frozen[1] == learning[1] > top[1]
+    told = [node.text for node in image.iter() if node.tag.endswith("text")]
+    assert {"frozen & slow", "co-trained", "step 1", "step 5", "5", "1"} <= set(told)
+    assert "nothing" not in told
+    assert lines_svg({"a": []}, "x") == ""
+
+
 def test_sparkline_runs_from_low_to_high():
     assert sparkline([0.0, 0.5, 1.0]) == " ▄█"
     assert sparkline([0.0, 0.0]) == "  "
@@ -70,6 +86,7 @@ def test_a_run_taken_step_by_step_can_be_shown(overhead, shown):
                     "ancestors": [0]},
         "rollouts": {"staleness_max": 2, "staleness_mean": 1.25, "engine_idle_share": 0.1, "sampled_tokens": 200,
                      "wasted_tokens": {"stale": 20}, "failures": {"engine_lost": 3}},
+        "draft": None,
     }  # fmt: skip
     console = Console(record=True, width=100)
     show_report(console, report, Placement())
@@ -100,7 +117,7 @@ def test_the_sql_that_is_shown_runs_on_a_lake_without_a_row(tmp_path):
         engine.register(name, DeltaTable(f"{lake.uri}/{name}"))
     page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
     told = [page[page.index("    SELECT ") : page.index("ORDER BY position\n") + len("ORDER BY position")]]
-    quiet = SimpleNamespace(links=dict, series=lambda value: [])
+    quiet = SimpleNamespace(links=dict, series=lambda value: [], spec=SimpleNamespace(draft={}))
     for stage in PERFORM:
         told.append(
             metadata(StageReport(stage, StepKey("quick", 1)), quiet)["sql"].value.strip("`").removeprefix("sql")

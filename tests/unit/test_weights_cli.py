@@ -71,6 +71,12 @@ def test_verify_counts_and_names_faults(made):
     assert "version 3 is built on version 2, which is at fault itself" in told
 
 
+def test_a_run_without_a_draft_takes_none(made, tmp_path):
+    told = weights("publish-draft", tmp_path, status=1)
+    assert "run r draws without a draft, so a published one would lie idle" in told
+    assert set(made.states()) == {0, 1, 2, 3}
+
+
 def test_tags_come_and_go(made):
     assert weights("tag", "stable", 1) == "stable is version 1 of run r"
     assert weights("tag", "old", "stable") == "old is version 1 of run r"

@@ -113,7 +113,7 @@ def same_bits(one: dict[str, Tensor], two: dict[str, Tensor]) -> bool:
     return bool(one) and manifest(one) == manifest(two)
 
 
-def small_run(root: Path, spec: str, run: str = RUN) -> WeightsLake:
+def small_run(root: Path, spec: str, run: str = RUN, **overrides: object) -> WeightsLake:
     """A run as it is written down for people: identity, prompts, three steps and their versions, on a real tiny model
     that was never fine-tuned. Its placement is `Placement(root=root)`."""
     from furlong.ops.policy.architecture import read_architecture
@@ -124,7 +124,8 @@ def small_run(root: Path, spec: str, run: str = RUN) -> WeightsLake:
     from furlong.resources.weights.run_model import run_model
 
     placement = Placement(root=str(root), threads=1)
-    System(placement).start_run(spec, {"model.scratch.sft.steps": 0, "model.dtype": "bfloat16"}, run)
+    overrides = {"model.scratch.sft.steps": 0, "model.dtype": "bfloat16"} | overrides
+    System(placement).start_run(spec, overrides, run)
     lake = Lake(placement.lake_uri())
     row, parsed, model = run_model(lake, run, placement)
     tensors = read_tensors(str(model.path), read_architecture(str(model.path)), torch.bfloat16)
@@ -132,9 +133,15 @@ def small_run(root: Path, spec: str, run: str = RUN) -> WeightsLake:
     prompts = records.rows("prompts", prompt_rows(parsed.data, parsed.seed))
     made.lake.commit_once("prompts", {"dataset": row["dataset"]}, prompts)
     for step in (1, 2, 3):
-        version = made.publish(tensors={n: (t.float() * (1 + 0.01 * step)).to(t.dtype) for n, t in tensors.items()})
-        key = {"run": run, "step": step, "attempt": 1}
-        row = blank_row("steps") | key | {"digest_after": made.row(version)["digest"], "reward_mean": 0.5}
-        row |= {"version_before": version - 1, "version_after": version, "batch_digest": "b"}
-        made.lake.commit_once("steps", key, records.rows("steps", [row]))
+        small_step(made, step, {n: (t.float() * (1 + 0.01 * step)).to(t.dtype) for n, t in tensors.items()})
     return made
+
+
+def small_step(made: WeightsLake, step: int, tensors: dict[str, Tensor]) -> int:
+    """The version that a step has made of these tensors, and the step's record."""
+    version, run = made.publish(tensors=tensors), made.run
+    key = {"run": run, "step": step, "attempt": 1}
+    row = blank_row("steps") | key | {"digest_after": made.row(version)["digest"], "reward_mean": 0.5}
+    row |= {"version_before": version - 1, "version_after": version, "batch_digest": "b"}
+    made.lake.commit_once("steps", key, records.rows("steps", [row]))
+    return version

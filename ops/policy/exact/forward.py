@@ -19,11 +19,14 @@ from furlong.ops.policy.replay import Replay, naming
 from furlong.ops.policy.row_bits import threads_for_products
 
 Embed = Callable[[Int[Tensor, " nodes"]], Float[Tensor, "nodes hidden"]]
+See = Callable[[int, Float[Tensor, "nodes hidden"], Int[Tensor, " nodes"]], None]
+"""(layer, the residual stream after it, of which of the micro-batch's rows * width tokens); must leave it as it is."""
 
 
 def exact_logprobs(
-    decoder: Decoder, weights: Mapping[str, Tensor], embed: Embed, micro: MicroBatch, temperature: float
-) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " places"]]:
+    decoder: Decoder, weights: Mapping[str, Tensor], embed: Embed, micro: MicroBatch, temperature: float,
+    see: See | None = None,
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " places"]]:  # fmt: skip
     """Log-probabilities (nat, float32) of the wanted tokens, bit for bit those that an engine with this decoder records,
     and the entropy at each place.
 
@@ -33,6 +36,7 @@ def exact_logprobs(
     Args:
         weights: the decoder's tensors by Hugging Face name, with the same bits; the gradient goes to these.
         embed: looks tokens up in the embedding.
+        see: is shown what every layer gives.
     Raises:
         RoutingError: recorded experts are of another model, or a token did not go through them.
     """
@@ -40,7 +44,7 @@ def exact_logprobs(
     replay = _replay(arch, tree, micro)
     # As the engine does: where threads share a row, some functions compute what is left over of a vector otherwise.
     with threads_for_products():
-        x = _through_layers(decoder, weights, embed(tree.tokens).float(), tree, replay)
+        x = _through_layers(decoder, weights, embed(tree.tokens).float(), tree, replay, see)
     if replay is not None:
         replay.require_checked(arch.expert_layers)
     head = weights[EMBEDDING if arch.tied else HEAD]
@@ -50,7 +54,7 @@ def exact_logprobs(
 
 
 def _through_layers(
-    decoder: Decoder, weights: Mapping[str, Tensor], x: Tensor, tree: Tree, replay: Replay | None
+    decoder: Decoder, weights: Mapping[str, Tensor], x: Tensor, tree: Tree, replay: Replay | None, see: See | None
 ) -> Float[Tensor, "nodes hidden"]:
     arch = decoder.architecture
     turn, attention = decoder.turns(tree.positions), Attention(arch, decoder.dtype, tree)
@@ -63,6 +67,8 @@ def _through_layers(
         if replayed is not None:
             used = torch.zeros(len(x), arch.experts, dtype=torch.bool)
             replay.check(index, used.scatter_(1, chosen, True))
+        if see is not None:
+            see(index, x.detach(), tree.flat)
     return x
 
 

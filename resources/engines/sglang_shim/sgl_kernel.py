@@ -1,9 +1,12 @@
 """What SGLang asks of its kernel package on a CPU, in plain PyTorch.
 
 The published package holds CUDA kernels only. Without a GPU SGLang computes with PyTorch, but it imports these names
-from `sgl_kernel` whatever it then does with them; a server without speculative decoding calls the first one alone.
-A single module, not a package, as a package would need an `__init__.py`.
+from `sgl_kernel` whatever it then does with them. A server without speculative decoding calls the first one alone; one
+that is asked for it calls the second too, before it finds that no attention for drafts exists on a CPU. A single module,
+not a package, as a package would need an `__init__.py`.
 """
+
+import ctypes
 
 import torch
 
@@ -30,6 +33,22 @@ def assign_req_to_token_pool_cpu(
         done += end - start
 
 
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: torch.Tensor, strides: torch.Tensor, tgt_loc: torch.Tensor, src_loc: torch.Tensor
+) -> None:
+    """Move keys and values of tokens to other slots, in every buffer; slots may be source and target at once.
+
+    Args:
+        data_ptrs: address of each buffer, [buffers].
+        strides: bytes of a slot in each, [buffers].
+        tgt_loc, src_loc: slots, [tokens].
+    """
+    for address, size in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        held = [ctypes.string_at(address + slot * size, size) for slot in src_loc.tolist()]
+        for slot, row in zip(tgt_loc.tolist(), held, strict=True):
+            ctypes.memmove(address + slot * size, row, size)
+
+
 def _absent(name: str):
     def refuse(*args, **kwargs):
         raise NotImplementedError(
@@ -43,7 +62,6 @@ def _absent(name: str):
 assign_draft_cache_locs_contiguous_cpu = _absent("assign_draft_cache_locs_contiguous_cpu")
 assign_extend_cache_locs_cpu = _absent("assign_extend_cache_locs_cpu")
 build_tree_kernel_efficient_cpu = _absent("build_tree_kernel_efficient_cpu")
-copy_all_layer_kv_cache_cpu = _absent("copy_all_layer_kv_cache_cpu")
 fill_accept_out_cache_loc_cpu = _absent("fill_accept_out_cache_loc_cpu")
 fill_bonus_tokens_cpu = _absent("fill_bonus_tokens_cpu")
 rotate_input_ids_cpu = _absent("rotate_input_ids_cpu")
