@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from furlong.ops.spec import Placement
     from furlong.resources.lake import Lake
 
-app = typer.Typer(no_args_is_help=True, help="List, rebuild, verify, tag and collect weights versions.")
+app = typer.Typer(
+    no_args_is_help=True, help="List, rebuild, verify, tag and collect weights versions, and publish drafts."
+)
 console = Console(highlight=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -37,6 +39,7 @@ def rebuild(
     run: RunName = "",
 ) -> None:
     """Write a version as a Hugging Face folder, bit for bit as engines served it."""
+    from furlong.resources.weights.draft_folder import draft_shape
     from furlong.resources.weights.export import export_folder
     from furlong.resources.weights.rebuild import full_row
     from furlong.resources.weights.run_model import run_model
@@ -45,8 +48,8 @@ def rebuild(
     with _opened(run) as (lake, name, placement):
         number = tagged_version(lake, name, version)
         row = full_row(lake, name, number)
-        base = run_model(lake, name, placement)[2].path
-        folder = export_folder(lake, name, number, str(base), to)
+        _, spec, model = run_model(lake, name, placement)
+        folder = export_folder(lake, name, number, str(model.path), to, draft=draft_shape(spec, model.path))
         console.print(f"version {number} of run {name}, digest {row['digest'][:16]}: every tensor verified")
         console.print(str(folder), markup=False)
 
@@ -121,6 +124,29 @@ def collect(
         print_removed(console, len(lake.vacuum("weight_deltas", retention_hours)), retention_hours)
 
 
+@app.command("publish-draft")
+def publish_draft(
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="A draft as SGLang, SpecForge or speculators store it.")
+    ],
+    run: RunName = "",
+) -> None:
+    """Give the engines of a run another draft, between two steps; the policy stays as it is."""
+    from furlong.ops.policy.architecture import read_architecture
+    from furlong.ops.stages.draft_publish import check_publishable
+    from furlong.ops.stages.draft_publish import publish_draft as publish
+    from furlong.resources.system import System
+    from furlong.resources.weights.draft_folder import draft_shape, read_fitting_draft
+
+    with _opened(run) as (_, name, placement), System(placement).holding(name) as lent:
+        check_publishable(lent)
+        shape = draft_shape(lent.spec, lent.model.path)
+        layers = read_architecture(str(lent.model.path)).layers
+        told = publish(lent, read_fitting_draft(folder, shape, layers), shape)
+        state = "is" if told.wrote else "was already"
+        console.print(f"version {told.values['version']} of run {name} {state} live with this draft", markup=False)
+
+
 @contextmanager
 def _opened(run: str) -> Iterator[tuple[Lake, str, Placement]]:
     """The lake and the run meant. What a person can act on is shown as its message alone: status 2 for a wrong question,
@@ -133,12 +159,15 @@ def _opened(run: str) -> Iterator[tuple[Lake, str, Placement]]:
     from furlong.ops.weights.retention import RetentionError
     from furlong.resources.lake import Lake
     from furlong.resources.lake_table import LakeError
+    from furlong.resources.run_lock import LockHeld
     from furlong.resources.weights.anchors import AnchorError
     from furlong.resources.weights.export import ExportError
     from furlong.resources.weights.rebuild import RebuildError
     from furlong.resources.weights.tags import TagError
 
-    faults = (AnchorError, ExportError, LakeError, ModelError, RebuildError, RetentionError, SchemaError, StageError)
+    faults = (
+        AnchorError, ExportError, LakeError, LockHeld, ModelError, RebuildError, RetentionError, SchemaError, StageError,
+    )  # fmt: skip
     try:
         placement = Placement.from_env()
         lake = Lake(placement.lake_uri())

@@ -6,7 +6,7 @@ contiguous CPU tensors; nothing here depends on Ray, Dagster or a storage format
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class GenerateRequest:
     """Reply tokens drawn before an interruption: the reply goes on after them, at position t = len(prefix)."""
     deadline: float = 0.0
     """Seconds from submission until the reply ends as it is, with reason `deadline`; 0 for none."""
+    task: str = ""
+    """Family of the question, by which an engine counts; decides nothing."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +271,21 @@ class StepMetrics:
     """Explained variance of the returns by the values: 1 when it foretells all; None too where all returns are the same."""
     value_grad_norm: float | None = None
     """Largest global L2 norm, before clipping, of the value model's gradients in this step."""
+    draft_loss: float | None = None
+    """Loss of the draft before its update; None, as what follows, where no draft learns or its update was skipped."""
+    draft_agreement: float | None = None
+    """Share of tokens at which the likeliest token of draft and policy is the same, one ahead."""
+    draft_acceptance: float | None = None
+    """Acceptance length that the draft's distributions promise at these tokens: 1 + a_1 + a_1 a_2 + ..., with a_d the mean
+    chance that a proposal of depth d is accepted."""
+    draft_tokens: int | None = None
+    """Tokens that the draft learned to foretell, one ahead."""
+    draft_grad_norm: float | None = None
+    """Global L2 norm, before clipping, of the draft's gradients."""
+    draft_seconds: float | None = field(default=None, compare=False)
+    """Part of the step's time that went into the draft."""
+    draft_skipped: str | None = None
+    """Why the draft did not learn in this step, which leaves it as it was."""
 
 
 class Trainer(Protocol):
@@ -295,10 +312,11 @@ class Trainer(Protocol):
 
     def export(self) -> dict[str, Any]:
         """Weights by Hugging Face name as contiguous CPU tensors in the published dtype; tied tensors once. With adapters,
-        the base weights and `adapter.*` (`ops.policy.lora`). A value model is never part of it."""
+        the base weights and `adapter.*` (`ops.policy.lora`); with a draft, from step 1 on, `draft.*` (`ops.draft.shape`). A
+        value model is never part of it."""
 
     def master_digest(self) -> str:
-        """Digest of the master weights, a value model's included, the same however they are laid over ranks."""
+        """Digest of the master weights, value model's and draft's included, the same however they are laid over ranks."""
 
     def save(self, folder: str) -> None:
         """Write masters, optimisers, random state and step; `restore` in the same layout gives bitwise the same trainer."""

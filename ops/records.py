@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Raised with every incompatible change of a table; a lake written under another one is refused."""
 
 
@@ -130,6 +130,27 @@ _ROUTING = [
     _required("experts", _I32),
     _required("data", pa.large_binary()),
 ]
+_REPLIES = pa.struct([("tokens", _I64), ("seconds", _F64)])
+_SPECULATION = pa.struct(
+    [
+        ("engines", _I32),
+        ("verifies", _I64),
+        ("tokens", _I64),
+        ("proposed", pa.list_(_I64)),
+        ("accepted", pa.list_(_I64)),
+        ("positions", pa.list_(pa.struct([("below", _I64), ("verifies", _I64), ("tokens", _I64)]))),
+        ("tasks", pa.list_(pa.struct([("task", _STR), ("verifies", _I64), ("tokens", _I64)]))),
+        (
+            "decode_steps",
+            pa.list_(
+                pa.struct([("kind", _STR), ("replies", _I64), ("count", _I64), ("tokens", _I64), ("seconds", _F64)])
+            ),
+        ),
+        ("draft_seconds", _F64),
+        ("drafted", _REPLIES),
+        ("shadow", _REPLIES),
+    ]
+)
 _ATTESTATION = pa.struct([("engine", _STR), ("version", _I64), ("digest", _STR)])
 
 TABLES: dict[str, pa.Schema] = {
@@ -190,6 +211,10 @@ TABLES: dict[str, pa.Schema] = {
     # The groups that a step trains on, in order of position. `staleness` counts optimiser steps between the weights that
     # sampled a token and those that the step starts from, over all sampled tokens of the batch; `passed_over` counts
     # unfinished groups of lower position, `waiting_tokens` is the mean reply of groups that were finished but left.
+    # `speculation` is what the engines counted while the step's batch was drawn (since the batch before, in an asynchronous
+    # run); null without a draft. `verifies` counts verified replies, step by step, `tokens` what those gave; `proposed`
+    # and `accepted` are by depth, `positions` by place in the reply, `decode_steps` are the engines' own steps by what
+    # became of speculation and by size; `drafted` and `shadow` are replies with and without the draft.
     "batches": pa.schema(
         [
             *_STEP_KEY,
@@ -201,6 +226,7 @@ TABLES: dict[str, pa.Schema] = {
             _required("waiting_groups", _I64),
             pa.field("waiting_tokens", _F64),
             _measured("waited_seconds", _F64),
+            _measured("speculation", _SPECULATION),
         ]
     ),
     # One row per trajectory: a conversation from its first token to its last. Per-token lists run over all of it, prompt
@@ -317,6 +343,13 @@ TABLES: dict[str, pa.Schema] = {
             pa.field("value_loss", _F64),
             pa.field("value_explained", _F64),
             pa.field("value_grad_norm", _F64),
+            pa.field("draft_loss", _F64),
+            pa.field("draft_agreement", _F64),
+            pa.field("draft_acceptance", _F64),
+            pa.field("draft_tokens", _I64),
+            pa.field("draft_grad_norm", _F64),
+            _measured("draft_seconds", _F64),
+            pa.field("draft_skipped", _STR),
             _measured("trainer", _STR),
             _measured("seconds", _F64),
         ]

@@ -325,6 +325,14 @@ class RunSpec(Frozen):
             )
         return self
 
+    @model_validator(mode="after")
+    def draft_can_be(self) -> RunSpec:
+        if self.draft:
+            from furlong.ops.draft.settings import draft_of  # which is written in terms of this class
+
+            draft_of(self)
+        return self
+
     def fingerprint(self) -> str:
         """16 hex digits over every field: equal exactly when two specs describe the same run."""
         return fingerprint(self.model_dump(mode="json"))[:16]

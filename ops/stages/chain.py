@@ -36,9 +36,10 @@ def committed_step(lake: LakeLike, run: str, step: int) -> dict[str, Any] | None
 
 
 def starting_version(lake: LakeLike, key: StepKey) -> int:
-    """The weights version that a step starts from: what the step before it published, or 0."""
+    """The weights version that a step starts from: what the step before it published, or 0; or the newest on top of that in
+    which the draft alone is another."""
     if key.step == 1:
-        return 0
+        return max([0, *_live_of(lake, key.run, 0, 1)])
     before = committed_step(lake, key.run, key.step - 1)
     if before is None:
         raise StageError(f"{key}: step {key.step - 1} has no record yet; run the steps in order")
@@ -54,7 +55,13 @@ def starting_version(lake: LakeLike, key: StepKey) -> int:
         )
     if row is None or row["state"] == "staged":
         raise StageError(f"{key}: step {key.step - 1} has not published its weights; run its weight_publish first")
-    return row["version"]
+    return max([row["version"], *_live_of(lake, key.run, row["step"], row["attempt"])])
+
+
+def _live_of(lake: LakeLike, run: str, step: int, attempt: int) -> list[int]:
+    """The live versions of one attempt of a step: what it trained, and what was published on it without training."""
+    where = {"run": run, "step": step, "attempt": attempt, "state": "live"}
+    return lake.read("weight_versions", where, ["version"])["version"].to_pylist()
 
 
 def next_step(lake: LakeLike, run: str, steps: int) -> int:
@@ -87,7 +94,9 @@ def newest_live(lake: LakeLike, run: str) -> int:
 def next_version(lake: LakeLike, key: StepKey) -> int:
     """One more than any version of the run. Only the newest step is ever repeated, so that stands there or just before."""
     around = {"run": key.run, "step": [key.step - 1, key.step]}
-    return max([0, *lake.read("steps", around, ["version_after"])["version_after"].to_pylist()]) + 1
+    trained = lake.read("steps", around, ["version_after"])["version_after"].to_pylist()
+    # Drafts that were published alone have numbers too, and no step.
+    return max([0, *trained, *lake.read("weight_versions", around, ["version"])["version"].to_pylist()]) + 1
 
 
 CHAIN_COLUMNS = ["version", "state", "kind", "parent", "anchor", "digest", "full_bytes", "delta_bytes"]

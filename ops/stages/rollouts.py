@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from furlong.ops import records
 from furlong.ops.protocols import GenerateRequest, LakeLike, Sample
+from furlong.ops.rollouts.acceptance import numbers
 from furlong.ops.rollouts.spans import cover
 from furlong.ops.stages.chain import batch_groups, check_repeatable, starting_version
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
@@ -94,4 +95,5 @@ def _summary(lake: LakeLike, key: StepKey, batch: dict[str, Any]) -> dict[str, A
         "staleness_max": batch["staleness_max"],
         "passed_over": batch["passed_over"],
         "waiting_groups": batch["waiting_groups"],
+        **numbers(batch["speculation"]),
     }

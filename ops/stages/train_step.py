@@ -12,8 +12,9 @@ from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, re
 SHOWN = (
     "reward_mean", "loss", "grad_norm", "learning_rate", "tokens_trained", "clip_fraction", "entropy",
     "ess", "rejected_fraction", "kl", "mismatch_coverage", "mismatch_mean", "mismatch_max", "mismatch_p99", "mismatch_k3",
-    "mismatch_ess", "value_loss", "value_explained", "value_grad_norm", "version_before", "version_after", "digest_before",
-    "digest_after", "batch_digest",
+    "mismatch_ess", "value_loss", "value_explained", "value_grad_norm", "draft_loss",
+    "draft_agreement", "draft_acceptance", "draft_tokens", "draft_grad_norm", "draft_seconds", "draft_skipped",
+    "version_before", "version_after", "digest_before", "digest_after", "batch_digest",
 )  # fmt: skip
 
 
@@ -29,8 +30,14 @@ def train_step(run: Run, key: StepKey) -> StageReport:
             after = next_version(run.lake, key)
             row = {**key.columns(), **record, "version_before": before, "version_after": after}
             report.note(run.lake.commit_once("steps", key.columns(), records.rows("steps", [row])))
-        report.values = {name: row[name] for name in SHOWN} | _dispositions(row)
+        report.values = {name: row[name] for name in SHOWN} | _dispositions(row) | _draft_share(row)
     return report
+
+
+def _draft_share(row: dict[str, Any]) -> dict[str, float]:
+    if row["draft_seconds"] is None or not row["seconds"]:
+        return {}
+    return {"draft_train_share": row["draft_seconds"] / row["seconds"]}
 
 
 def _dispositions(row: dict[str, Any]) -> dict[str, int]:

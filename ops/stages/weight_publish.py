@@ -35,7 +35,7 @@ def weight_publish(run: Run, key: StepKey) -> StageReport:
         if row is None:
             row = _stage_in_lake(run, key, step, report)
         if row["state"] == "staged":
-            row = _flip(run, row, report)
+            row = flip(run, row, report)
         report.values = {
             "version": row["version"],
             "parent": row["parent"],
@@ -169,7 +169,8 @@ def _renumber(deltas: pa.Table, run: str, version: int, base_version: int) -> pa
     return records.validate("weight_deltas", deltas)
 
 
-def _flip(run: Run, row: dict[str, Any], report: StageReport) -> dict[str, Any]:
+def flip(run: Run, row: dict[str, Any], report: StageReport) -> dict[str, Any]:
+    """Bring a staged version to every engine and commit it as live; the new row."""
     told = report.work(lambda: run.publish(row))
     row = {**row, **told, "state": "live", "fence": run.fence, "live_at": time.time()}
     where = {"run": row["run"], "version": row["version"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ from torch import Tensor, nn
 
 from furlong.ops.policy.architecture import Architecture, architecture_of, read_architecture
 from furlong.ops.policy.decoder import Decoder, same_bits
-from furlong.ops.policy.exact.forward import exact_logprobs
+from furlong.ops.policy.exact.forward import See, exact_logprobs
+from furlong.ops.policy.exact.gradients import normed
 from furlong.ops.policy.packing import MicroBatch
-from furlong.resources.trainers.module import PolicyModule, load_module, module_of
+from furlong.resources.trainers.module import FINAL, PolicyModule, load_module, module_of
 
 
 class ExactModule(PolicyModule):
@@ -24,17 +27,46 @@ class ExactModule(PolicyModule):
         super().__init__(causal)
         self._architecture = architecture
         self._decoder: Decoder | None = None
+        self._watch: tuple[tuple[int, ...], Callable[[int, Tensor], None]] | None = None
 
     def forward(
         self, micro: MicroBatch, temperature: float
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " places"]]:
         """See `PolicyModule.forward`; log-probabilities are float32."""
         weights = self.named_weights()
-        return exact_logprobs(self._current(weights), weights, self._embedded, micro, temperature)
+        decoder = self._current(weights)
+        watch = None if self._watch is None else self._shown(decoder, micro, *self._watch)
+        return exact_logprobs(decoder, weights, self._embedded, micro, temperature, watch)
+
+    @contextmanager
+    def watched(self, layers: Sequence[int], see: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """See `PolicyModule.watched`; what no wanted token depends on is 0."""
+        self._watch = tuple(layers), see
+        try:
+            yield
+        finally:
+            self._watch = None
 
     def layers(self) -> list[nn.Module]:
         """None to be wrapped: no layer is called by itself, and each is computed again in the backward pass anyway."""
         return []
+
+    def _shown(
+        self, decoder: Decoder, micro: MicroBatch, layers: tuple[int, ...], see: Callable[[int, Tensor], None]
+    ) -> See:
+        arch, norm = decoder.architecture, self.causal.get_decoder().norm.weight.detach()
+
+        def show(layer: int, x: Float[Tensor, "nodes hidden"], flat: Int[Tensor, " nodes"]) -> None:
+            if layer in layers:
+                see(layer, placed(x, flat))
+            if layer == arch.layers - 1:
+                see(FINAL, placed(normed(x, norm, arch.norm_eps).to(norm.dtype), flat))
+
+        def placed(x: Tensor, flat: Tensor) -> Float[Tensor, "rows width hidden"]:
+            whole = x.new_zeros(micro.tokens.numel(), x.shape[1])
+            return whole.index_copy_(0, flat, x).view(*micro.tokens.shape, -1)
+
+        return show
 
     def _embedded(self, tokens: Int[Tensor, " nodes"]) -> Float[Tensor, "nodes hidden"]:
         self.trunk = self.causal.get_input_embeddings()(tokens)

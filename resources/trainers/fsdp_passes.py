@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from furlong.ops.policy.loss import NonFiniteError
 from furlong.ops.policy.objective import Objective
 from furlong.ops.policy.packing import Masks, MicroBatch, empty_like, pack
 from furlong.ops.policy.witness import Witness
 from furlong.ops.protocols import TrainBatch
+from furlong.resources.trainers.draft_taps import Taps
+from furlong.resources.trainers.draft_trainer import DraftTrainer
 from furlong.resources.trainers.module import PolicyModule
 from furlong.resources.trainers.ranks import Ranks, device
 
@@ -33,7 +37,7 @@ class FSDPPasses:
         return self._forward(batch, share(batch, masks, self._budget, self._ranks), index, size)
 
     def gradients(
-        self, batch: TrainBatch, objective: Objective
+        self, batch: TrainBatch, objective: Objective, draft: DraftTrainer | None
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Int[Tensor, " trajectories"]]:
         micros = share(batch, batch.masks, self._budget, self._ranks)
         slopes = None
@@ -42,24 +46,33 @@ class FSDPPasses:
             slopes = objective.slopes(torch.arange(objective.tokens), before).slope
         values = torch.zeros(2, objective.tokens, dtype=torch.float64)
         witness, fault = Witness(len(batch.replies)), None
-        for number, micro in enumerate(micros):
-            where = objective.index(micro.trajectory, micro.offset)
-            logprobs, entropy = self._module(micro, batch.temperature)
-            values[0, where] = logprobs.detach().to("cpu", torch.float64)
-            values[1, where] = entropy[micro.place].to("cpu", torch.float64)
-            slope = torch.zeros(len(where), dtype=torch.float64)
-            try:
-                if len(where):
-                    slope = objective.slopes(where, logprobs).slope if slopes is None else slopes[where]
-            except NonFiniteError as err:
-                # The other ranks need this one's backward pass, so they are told when it is over.
-                fault = fault or err
-            witness.watch(micro, logprobs, self._module.trunk)
-            self._masters.expect(number == len(micros) - 1)
-            (logprobs * slope.to(logprobs)).sum().backward()
+        with Taps(draft).on(self._module) if draft else nullcontext() as taps:
+            for number, micro in enumerate(micros):
+                where = objective.index(micro.trajectory, micro.offset)
+                logprobs, entropy = self._module(micro, batch.temperature)
+                values[0, where] = logprobs.detach().to("cpu", torch.float64)
+                values[1, where] = entropy[micro.place].to("cpu", torch.float64)
+                slope = torch.zeros(len(where), dtype=torch.float64)
+                try:
+                    if len(where):
+                        slope = objective.slopes(where, logprobs).slope if slopes is None else slopes[where]
+                except NonFiniteError as err:
+                    # The other ranks need this one's backward pass, so they are told when it is over.
+                    fault = fault or err
+                witness.watch(micro, logprobs, self._module.trunk)
+                self._masters.expect(number == len(micros) - 1)
+                (logprobs * slope.to(logprobs)).sum().backward()
+                if draft:
+                    draft.learn(taps.inputs(micro, batch.temperature), *self._ends())
         self._ranks.agree(fault)
         logprobs, entropy = self._ranks.sum(values)
         return logprobs, entropy, self._ranks.sum(witness.counts())
+
+    def _ends(self) -> tuple[Tensor, Tensor]:
+        """The module's embedding and head; a sharded module lets go of them in the last backward pass of a step."""
+        if isinstance(self._module, FSDPModule):
+            self._module.unshard()
+        return self._module.ends()
 
     @torch.no_grad()
     def _forward(

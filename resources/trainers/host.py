@@ -17,11 +17,13 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from furlong.ops.draft.settings import draft_of
+from furlong.ops.draft.shape import PREFIX
 from furlong.ops.policy.parallel import parse_layout
 from furlong.ops.protocols import StepMetrics, TrainBatch, Trainer
 from furlong.ops.spec import parse_spec
 from furlong.ops.stages.batch import assemble, batch_digest
-from furlong.ops.stages.chain import committed_step, committed_steps, one_row
+from furlong.ops.stages.chain import committed_step, committed_steps, one_row, starting_version
 from furlong.ops.stages.context import StageError, StepKey
 from furlong.ops.weights import delta
 from furlong.ops.weights.digest import manifest, weights_digest
@@ -31,6 +33,7 @@ from furlong.resources.trainers.others import OtherWeights
 from furlong.resources.trainers.place import Place
 from furlong.resources.trainers.snapshots import SnapshotError
 from furlong.resources.weights.anchors import write_anchor
+from furlong.resources.weights.rebuild import rebuild
 from furlong.resources.weights.send import send
 
 BASE = (0, 1)
@@ -209,17 +212,36 @@ class TrainerHost:
         batch, outcomes = assemble(self.lake, self.spec, key)
         self.settle()
         self.at = None  # a failure from here on leaves an unknown state, which the next call rebuilds
+        draft = self._draft_in_force(key)
+        if any(self.after.get(name) is not tensor for name, tensor in draft.items()):
+            self.after = self.after | draft
+            self.tensors = manifest(self.after)
         others = self.others.logprobs(self.trainer, key, batch, measure)
         metrics = self.trainer.step(batch, others)
         digest_before = self._digest()
         self.others.remember(batch.version, self.after)
-        self.before, self.after, self.made = self.after, self.trainer.export(), None
+        self.before, self.after, self.made = self.after, self.trainer.export() | draft, None
         self.tensors = manifest(self.after)
         self.record = self._record(batch_digest(batch, others.teacher), batch, outcomes, metrics, digest_before)
         self.record["seconds"] = time.perf_counter() - begin
         self._compare(key)
         self.at = (step, attempt)
         return self.record
+
+    def _draft_in_force(self, key: StepKey) -> dict[str, Any]:
+        """Of a run that does not train its draft, the one that the step's versions have: the trainer's own, until another
+        was published alone. Empty where the trainer's own holds."""
+        settings = draft_of(self.spec)
+        if settings is None or settings.train:
+            return {}
+        step = one_row(self.lake, "steps", key.columns(), ["version_before"])
+        version = step["version_before"] if step else starting_version(self.lake, key)
+        row = one_row(self.lake, "weight_versions", {"run": self.run, "version": version}, ["tensors"])
+        wanted = {tensor["name"]: tensor["digest"] for tensor in row["tensors"] if tensor["name"].startswith(PREFIX)}
+        if not wanted.items() <= {tensor["name"]: tensor["digest"] for tensor in self.tensors}.items():
+            whole = rebuild(self.lake, self.run, version, self.base_folder)
+            return {name: whole[name] for name in wanted}
+        return {name: self.after[name] for name in wanted}
 
     def _digest(self) -> str:
         return weights_digest({row["name"]: row["digest"] for row in self.tensors})

@@ -79,7 +79,7 @@ def require_finite_gradients(norms: dict[str, float]) -> None:
     if bad:
         raise NonFiniteError(
             f"gradient of {bad[0]} is not finite ({len(bad)} of {len(norms)} tensors are bad); nothing was changed: "
-            "lower algorithm.learning_rate or restore an earlier save"
+            "lower the learning rate or restore an earlier save"
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from furlong.resources.trainers.experts import REPLAY, expert_shape, split_exper
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types tested against the float64 reference: decoder, final norm, then a plain linear head."""
+FINAL = -1
+"""In place of a layer's number: what the head reads."""
 
 
 class PolicyModule(nn.Module):
@@ -74,6 +78,23 @@ class PolicyModule(nn.Module):
         """The decoder's layers, in order."""
         return list(self.causal.get_decoder().layers)
 
+    @contextmanager
+    def watched(self, layers: Sequence[int], see: Callable[[int, Tensor], None]) -> Iterator[None]:
+        """For as long, `see` is shown of every forward pass what leaves these layers, and as FINAL what the head reads:
+        rows x width x hidden, without a gradient. It must leave them as they are; nothing else is changed by it."""
+        watched = {layer: self.layers()[layer] for layer in layers} | {FINAL: self.causal.get_decoder().norm}
+        hooks = [part.register_forward_hook(_shown(place, see)) for place, part in watched.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def ends(self) -> tuple[Float[Tensor, "vocab hidden"], Float[Tensor, "vocab hidden"]]:
+        """Embedding and head, as the module computes with them."""
+        ends = self.causal.get_input_embeddings(), self.causal.get_output_embeddings()
+        return tuple(part.weight.detach() for part in ends)
+
     def recompute(self) -> None:
         """From now on keep only the input of each layer, and compute the layer again in the backward pass."""
         for layer in self.layers():
@@ -111,6 +132,13 @@ class ValueModule(PolicyModule):
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         weight = self.causal.get_output_embeddings().weight
         return (hidden.to(wide) @ weight[0].to(wide))[micro.place]
+
+
+def _shown(place: int, see: Callable[[int, Tensor], None]) -> Callable[[nn.Module, Any, Tensor], None]:
+    def show(module: nn.Module, args: Any, output: Tensor) -> None:
+        see(place, output.detach())
+
+    return show
 
 
 def _rms_norm(norm: nn.Module, hidden: Float[Tensor, "*places hidden"]) -> Float[Tensor, "*places hidden"]:

@@ -9,13 +9,17 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from furlong.ops.draft.settings import draft_of
+from furlong.ops.draft.shape import PREFIX
 from furlong.ops.policy.algorithms import algorithm_of
+from furlong.ops.policy.architecture import architecture_of
 from furlong.ops.policy.loss import NonFiniteError, require_finite
 from furlong.ops.policy.objective import Objective
 from furlong.ops.policy.packing import Masks, check_batch
@@ -27,11 +31,13 @@ from furlong.ops.spec import RunSpec
 from furlong.ops.weights.digest import tensor_digest, weights_digest
 from furlong.ops.weights.layout import Piece, whole_piece
 from furlong.resources.trainers import snapshots
+from furlong.resources.trainers.beside import Beside
 from furlong.resources.trainers.deterministic import deterministic
+from furlong.resources.trainers.draft_trainer import NOTHING, DraftTrainer
 from furlong.resources.trainers.masters import UPDATES, master_dtype
 from furlong.resources.trainers.module import PolicyModule, load_module, module_of
 from furlong.resources.trainers.ranks import Ranks, usable_cores
-from furlong.resources.trainers.value_model import PREFIX, ValueModel
+from furlong.resources.trainers.value_model import ValueModel
 
 STEP, RANDOM = Piece("step", 0, 0, 1), "random"
 
@@ -46,10 +52,14 @@ class Passes(Protocol):
         0 elsewhere."""
 
     def gradients(
-        self, batch: TrainBatch, objective: Objective
+        self, batch: TrainBatch, objective: Objective, draft: DraftTrainer | None
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Int[Tensor, " trajectories"]]:
         """Gradients added up in the masters; log-probability and entropy of each trained token, and how many tokens of each
-        trajectory reached them."""
+        trajectory reached them.
+
+        Args:
+            draft: is given every trajectory with the states of the same forward passes.
+        """
 
 
 class RankTrainer(ABC):
@@ -75,6 +85,8 @@ class RankTrainer(ABC):
         self.passes: Passes
         self.critic: ValueModel | None = None
         """Of an algorithm with a value model, once there is a model."""
+        self.draft: DraftTrainer | None = None
+        """Of a spec with a draft, once there is a model."""
 
     @abstractmethod
     def _hold(self, config: dict[str, Any], folder: str) -> None:
@@ -109,6 +121,8 @@ class RankTrainer(ABC):
         wanted = torch.tensor([on for mask in masks for on in mask], dtype=torch.bool)
         names = [batch.trajectory_ids[index] for index, mask in enumerate(masks) for on in mask if on]
         flat = torch.full((sum(sizes),), math.nan, dtype=torch.float64)
+        if weights is not None:
+            weights = {name: tensor for name, tensor in weights.items() if not name.startswith(PREFIX)}
         with deterministic(), nullcontext() if weights is None else self.masters.placed(weights), self._blaming():
             if names:
                 found = self.passes.logprobs(batch, masks, lambda m: starts[m.trajectory] + m.offset, len(flat))
@@ -134,7 +148,7 @@ class RankTrainer(ABC):
                 f"{batch.step - 1} first"
             )
         rate = learning_rate(self.spec.algorithm, self.spec.steps, batch.step)
-        objective = Objective(batch, self.spec, others)
+        objective, draft = Objective(batch, self.spec, others), self._learner()
         norm, reached = 0.0, torch.zeros(len(batch.replies), dtype=torch.int64)
         logprobs = entropy = torch.zeros(0, dtype=torch.float64)
         if objective.tokens:
@@ -143,35 +157,48 @@ class RankTrainer(ABC):
                     values = self.critic.values(batch, objective)
                     objective.value(values)
                 self.masters.begin()
-                logprobs, entropy, reached = self.passes.gradients(batch, objective)
+                if draft:
+                    draft.begin(batch)
+                logprobs, entropy, reached = self.passes.gradients(batch, objective, draft)
                 norm = self.masters.gradient_norm()
                 metrics = objective.metrics(logprobs, entropy)
                 if self.critic:
                     metrics |= self.critic.learn(batch, objective, values, objective.targets(logprobs))
+                if draft:
+                    metrics |= draft.update()
                 self.masters.update(rate, norm)
         else:
             metrics = objective.metrics(logprobs, entropy)
+            if draft:
+                metrics |= {"draft_tokens": 0, "draft_skipped": NOTHING}
         self.completed = batch.step
         return StepMetrics(**metrics, grad_norm=norm, learning_rate=rate, tokens_reached=tuple(reached.tolist()))
 
     def export(self) -> dict[str, Tensor]:
-        """Master weights rounded to `model.dtype`, by Hugging Face name; copies, tied tensors once. Rank 0 has them."""
+        """Master weights rounded to `model.dtype`, by Hugging Face name; copies, tied tensors once. Rank 0 has them.
+
+        From step 1 on with the draft, so that version 0 is the model as it was found.
+        """
         self._loaded()
-        return self.masters.export(getattr(torch, self.spec.model.dtype))
+        dtype = getattr(torch, self.spec.model.dtype)
+        drafted = self.draft.export(dtype) if self.draft and self.completed else {}
+        return self.masters.export(dtype) | drafted
 
     def master_digest(self) -> str:
         """Digest of the complete master weights, whatever the layout. Rank 0 has it; one that gets no masters, nothing."""
         self._loaded()
         digests = {name: tensor_digest(whole) for name, whole in self.masters.complete()}
         has_them = bool(digests) or self.ranks.first
-        if self.critic:
-            digests |= {name: tensor_digest(whole) for name, whole in self.critic.complete()}
+        for model in self._beside():
+            digests |= {name: tensor_digest(whole) for name, whole in model.complete()}
         return weights_digest(digests) if has_them else ""
 
     def save(self, folder: str) -> None:
         """Write masters, optimiser, random state and step without copying them first: no step may run meanwhile."""
         self._loaded()
-        held = self.masters.state() | (self.critic.state() if self.critic else {})
+        held = self.masters.state()
+        for model in self._beside():
+            held |= model.state()
         if self.ranks.first:
             random = torch.get_rng_state()
             held |= {STEP: torch.tensor([self.completed]), whole_piece(RANDOM, random.shape): random}
@@ -191,15 +218,19 @@ class RankTrainer(ABC):
         before = vars(self).copy()
         try:
             if self.config != saved.about["architecture"]:
-                self._hold(saved.about["architecture"], folder)
-                self.critic = self._value_model(lambda: module_of(saved.about["architecture"]))
+                config = saved.about["architecture"]
+                self._hold(config, folder)
+                self.critic = self._value_model(lambda: module_of(config))
+                self.draft = self._draft(
+                    lambda: DraftTrainer.empty(architecture_of(config, Path(folder)), self.spec, self.ranks)
+                )
             self._agreed(lambda: self._require_fit(saved, folder))
         except ValueError:
             vars(self).update(before)
             raise
         self.masters.load_state(saved.piece)
-        if self.critic:
-            self.critic.load_state(saved.piece)
+        for model in self._beside():
+            model.load_state(saved.piece)
         torch.set_rng_state(saved.tensor(RANDOM))
         self.completed = int(saved.tensor(STEP.name))
         return self.completed
@@ -218,6 +249,7 @@ class RankTrainer(ABC):
     def _begin(self, folder: str) -> None:
         """After the weights of a folder were loaded."""
         self.critic = self._value_model(lambda: load_module(folder))
+        self.draft = self._draft(lambda: DraftTrainer.of_folder(folder, self.spec, self.ranks))
         if bad := self.masters.bad_weight():
             raise NonFiniteError(f"{folder}: tensor {bad} has a NaN or an infinity; convert or download it again")
         torch.manual_seed(self.spec.seed)
@@ -227,6 +259,16 @@ class RankTrainer(ABC):
         if not algorithm_of(self.spec.algorithm).valued:
             return None
         return ValueModel(make(), self.spec, self.layout.recompute, self.ranks)
+
+    def _draft(self, make: Callable[[], DraftTrainer]) -> DraftTrainer | None:
+        return make() if draft_of(self.spec) else None
+
+    def _learner(self) -> DraftTrainer | None:
+        """The draft, if it learns."""
+        return self.draft if self.draft and self.draft.settings.train else None
+
+    def _beside(self) -> list[Beside]:
+        return [model for model in (self.critic, self.draft) if model]
 
     def _loaded(self) -> None:
         if self.config is None:
@@ -239,15 +281,17 @@ class RankTrainer(ABC):
         check_records(batch, *experts)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = self.masters.shapes() | (self.critic.shapes() if self.critic else {})
+        shapes = self.masters.shapes()
+        for model in self._beside():
+            shapes |= model.shapes()
         return shapes | {STEP.name: (1,), RANDOM: tuple(torch.get_rng_state().shape)}
 
     def _require_fit(self, saved: snapshots.Saved, folder: str) -> None:
         """Raise SnapshotError unless the state is one of this model, and the bytes that this rank will read are intact."""
         shapes, held, counts = self._shapes(), self._held(), [UPDATES]
-        if self.critic:
-            held |= {piece: tensor.dtype for piece, tensor in self.critic.state().items()}
-            counts.append(PREFIX + UPDATES)
+        for model in self._beside():
+            held |= model.reads()
+            counts.append(model.prefix + UPDATES)
         odd = {name for name in shapes.keys() | saved.shapes if shapes.get(name) != saved.shapes.get(name)}
         odd |= {piece.name for piece, dtype in held.items() if saved.dtypes.get(piece.name) != dtype}
         if odd:
@@ -274,8 +318,8 @@ class RankTrainer(ABC):
             yield
         except NonFiniteError as err:
             bad = self.masters.bad_weight()
-            if not bad and self.critic and (bad := self.critic.bad_weight()):
-                bad = PREFIX + bad
+            if not bad and self.critic:
+                bad = self.critic.bad_weight()
             if bad:
                 raise NonFiniteError(f"master weight {bad} has a NaN or an infinity, so: {err}") from err
             raise

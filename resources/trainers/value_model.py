@@ -6,7 +6,6 @@ module that all ranks of the trainer share as `fsdp` shares a policy: micro-batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,19 +21,18 @@ from furlong.ops.policy.schedule import learning_rate
 from furlong.ops.protocols import TrainBatch
 from furlong.ops.spec import RunSpec
 from furlong.ops.weights.layout import Piece, whole_piece
+from furlong.resources.trainers.beside import Beside
 from furlong.resources.trainers.fsdp_passes import share
-from furlong.resources.trainers.masters import UPDATES, MasterWeights, Shapes
+from furlong.resources.trainers.masters import UPDATES, MasterWeights
 from furlong.resources.trainers.module import PolicyModule, ValueModule
 from furlong.resources.trainers.ranks import Ranks, device
 from furlong.resources.trainers.sharded import ShardedMasters
 
-PREFIX = "value/"
-"""Before the name of everything that is saved of it, and digested."""
-COUNT = whole_piece(UPDATES, (1,))
 
+class ValueModel(Beside):
+    """PPO's."""
 
-class ValueModel:
-    """Every method is called on all ranks; the results are of all together."""
+    prefix = "value/"
 
     def __init__(self, policy: PolicyModule, spec: RunSpec, recompute: bool, ranks: Ranks) -> None:
         """
@@ -95,27 +93,6 @@ class ValueModel:
         explained = explained_variance(values, targets)
         return {"value_loss": losses[0], "value_explained": explained, "value_grad_norm": max(norms)}
 
-    def bad_weight(self) -> str | None:
-        """Name of the first master with a NaN or an infinity, on any rank."""
-        return self.masters.bad_weight()
-
-    def complete(self) -> Iterator[tuple[str, Tensor]]:
-        """Every master by its name in a digest, whole, one at a time, on every rank."""
-        for name, whole in self.masters.complete():
-            yield PREFIX + name, whole
-
-    def shapes(self) -> Shapes:
-        """Shapes of the complete tensors that `state` is made of."""
-        return {PREFIX + name: shape for name, shape in self.masters.shapes().items()}
-
-    def state(self) -> dict[Piece, Tensor]:
-        """What this rank writes of everything that `learn` reads and changes."""
-        return {_stored(piece): tensor for piece, tensor in self.masters.state().items()}
-
-    def load_state(self, fetch: Callable[[Piece], Tensor]) -> None:
-        """Take over what `state` gave, under this or another layout."""
-        self.masters.load_state(lambda piece: fetch(_stored(piece)))
-
     def _gradients(self, micros: list[MicroBatch], objective: Objective, before: Tensor, targets: Tensor) -> float:
         """The loss, and its gradients added up in the masters."""
         found, fault = torch.zeros(objective.tokens, dtype=torch.float64), None
@@ -139,8 +116,4 @@ class ValueModel:
         """A copy of all that this rank's `load_state` asks for."""
         kept = {piece: tensor.clone() for piece, tensor in self.masters.state().items()}
         count = next(iter(self.masters.adamw.state.values()))["step"]
-        return kept | {COUNT: count.reshape(1).cpu().clone()}
-
-
-def _stored(piece: Piece) -> Piece:
-    return Piece(PREFIX + piece.name, piece.dim, piece.start, piece.stop)
+        return kept | {whole_piece(UPDATES, (1,)): count.reshape(1).cpu().clone()}

@@ -11,6 +11,7 @@ from furlong.ops.spec import Placement
 from furlong.ops.stages.chain import committed_step, one_row
 from furlong.ops.stages.context import StageError
 from furlong.resources.lake import Lake
+from furlong.resources.weights.draft_folder import draft_shape
 from furlong.resources.weights.export import ExportError, check_export, export_digest, export_folder
 from furlong.resources.weights.rebuild import full_row, rebuild
 from furlong.resources.weights.run_model import run_model
@@ -57,7 +58,7 @@ def export_checkpoint(placement: Placement, run: str, step: int) -> Checkpoint:
         folder holds something else, or cannot be written.
     """
     lake = Lake(placement.lake_uri())
-    identity, _, model = run_model(lake, run, placement)
+    identity, spec, model = run_model(lake, run, placement)
     done = committed_step(lake, run, step)
     if done is None:
         raise StageError(
@@ -66,13 +67,13 @@ def export_checkpoint(placement: Placement, run: str, step: int) -> Checkpoint:
     row = full_row(lake, run, done["version_after"])
     if row["state"] == "staged":
         raise StageError(f"run {run}: step {step} has not published its weights; run its weight_publish first")
-    folder = placement.folder / "checkpoints" / run / str(row["version"])
+    folder, draft = placement.folder / "checkpoints" / run / str(row["version"]), draft_shape(spec, model.path)
     wrote = not (folder.is_dir() and any(folder.iterdir()))
     if wrote:
         key = {"run": run, "step": step, "attempt": done["attempt"]}
         card = model_card(lake, lake.uri, identity, one_row(lake, "steps", key), row)
-        export_folder(lake, run, row["version"], str(model.path), folder, card)
-    check_export(lake, row, str(model.path), folder)
+        export_folder(lake, run, row["version"], str(model.path), folder, card, draft)
+    check_export(lake, row, str(model.path), folder, draft)
     digest, size = export_digest(folder)
     return Checkpoint(folder, row["version"], row["digest"], digest, size, wrote)
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from furlong.ops.policy.manifest import ModelError, digest_files, write_manifest
 from furlong.ops.policy.manifest import verify as verify_files
 from furlong.resources.flush import flush
-from furlong.resources.weights import peft
+from furlong.resources.weights import draft_folder, peft
 from furlong.resources.weights.anchors import AnchorError, read_file, write_file
 from furlong.resources.weights.rebuild import RebuildError, full_row, rebuild, verified
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from furlong.ops.draft.shape import DraftShape
     from furlong.resources.lake import Lake
 
 COPIED = (
@@ -33,19 +34,20 @@ class ExportError(RuntimeError):
 
 
 def export_folder(
-    lake: Lake, run: str, version: int, base_folder: str, target: str | Path, card: str | None = None
-) -> Path:
+    lake: Lake, run: str, version: int, base_folder: str, target: str | Path, card: str | None = None,
+    draft: DraftShape | None = None,
+) -> Path:  # fmt: skip
     """Write a version to `target`: model.safetensors, config and tokenizer, and drafts and adapters where it has any.
 
-    model.safetensors holds the policy's tensors with the bits that engines computed with, adapters merged; `draft.*` go
-    to draft.safetensors without that prefix, and adapters once more, alone, to a folder of their own
-    (`resources.weights.peft`).
+    model.safetensors holds the policy's tensors with the bits that engines computed with, adapters merged. The draft, and
+    adapters once more, alone, go to folders of their own (`resources.weights.draft_folder`, `peft`).
 
     Args:
         target: a folder that does not exist yet, or is empty.
         card: text of README.md; None for no such file.
+        draft: shape of the run's drafts (`draft_folder.draft_shape`); needed where the version has one.
     Raises:
-        ExportError: `target` holds something, or adapters that cannot be merged.
+        ExportError: `target` holds something, adapters that cannot be merged, or a draft of another shape.
         RebuildError: the version cannot be had; nothing is left behind.
     """
     from furlong.ops.policy.checkpoint import is_extra
@@ -61,7 +63,7 @@ def export_folder(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp", dir=target.parent))
-        _write_tensors(temporary, tensors)
+        _write_tensors(temporary, tensors, draft)
         _copy_files(Path(base_folder), temporary, {t.dtype for name, t in tensors.items() if not is_extra(name)})
         if card is not None:
             (temporary / "README.md").write_text(card)
@@ -79,11 +81,14 @@ def export_folder(
     return target
 
 
-def check_export(lake: Lake, row: dict[str, Any], base_folder: str, folder: Path) -> None:
+def check_export(
+    lake: Lake, row: dict[str, Any], base_folder: str, folder: Path, draft: DraftShape | None = None
+) -> None:
     """Refuse a folder that is not exactly this version: other bits in any tensor, a changed or missing file.
 
     Args:
         row: of `weight_versions`; its base weights are rebuilt where the folder has merged ones instead.
+        draft: see `export_folder`.
     Raises:
         ExportError: it is not; the message names the first file or tensor.
     """
@@ -95,6 +100,8 @@ def check_export(lake: Lake, row: dict[str, Any], base_folder: str, folder: Path
         if any(name.startswith("adapter.") for name in tensors):
             tensors |= _unmerged(tensors, rebuild(lake, row["run"], row["version"], base_folder))
         verified(tensors, row)
+        if any(name.startswith("draft.") for name in tensors):
+            draft_folder.check_draft_config(folder / draft_folder.FOLDER, tensors, draft)
     except (ModelError, AnchorError, RebuildError) as err:
         raise ExportError(f"{folder} is not version {row['version']} of run {row['run']} any more: {err}") from err
 
@@ -102,8 +109,8 @@ def check_export(lake: Lake, row: dict[str, Any], base_folder: str, folder: Path
 def read_export(folder: Path) -> dict[str, Tensor]:
     """Every tensor of an exported folder under its name in the lake, where adapted weights stand unmerged."""
     tensors = read_file(folder / "model.safetensors")
-    if (folder / "draft.safetensors").is_file():
-        tensors |= {f"draft.{name}": tensor for name, tensor in read_file(folder / "draft.safetensors").items()}
+    if (folder / draft_folder.FOLDER).is_dir():
+        tensors |= draft_folder.read_draft_folder(folder / draft_folder.FOLDER)
     if (folder / peft.FOLDER).is_dir():
         tensors |= peft.read_adapter(folder / peft.FOLDER)
     return tensors
@@ -117,15 +124,15 @@ def export_digest(folder: Path) -> tuple[str, int]:
     return fingerprint(digest_files(folder)), size
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+def _write_tensors(folder: Path, tensors: dict[str, Tensor], draft: DraftShape | None) -> None:
     from furlong.ops.policy.lora import policy_of
 
     try:
         write_file(policy_of(tensors), folder / "model.safetensors")
+        if any(name.startswith("draft.") for name in tensors):
+            draft_folder.write_draft_folder(folder / draft_folder.FOLDER, tensors, draft)
     except ModelError as err:
         raise ExportError(f"nothing was written: {err}") from err
-    if drafts := {name.removeprefix("draft."): t for name, t in tensors.items() if name.startswith("draft.")}:
-        write_file(drafts, folder / "draft.safetensors")
     if adapters := {name: tensor for name, tensor in tensors.items() if name.startswith("adapter.")}:
         peft.write_adapter(folder / peft.FOLDER, adapters)
 

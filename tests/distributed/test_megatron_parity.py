@@ -384,7 +384,7 @@ def test_a_state_that_cannot_be_used_changes_nothing(world, tried):
     for found in of(tried, "damaged").values():
         assert {case: len(said) for case, said in found["said"].items()} == dict.fromkeys(found["said"], world)
         assert all(len(set(said)) == 1 for said in found["said"].values())
-        assert "does not fit the model or trainer.compute_dtype" in found["said"]["dtype"][0]
+        assert "does not fit the model, the algorithm or trainer.compute_dtype" in found["said"]["dtype"][0]
         assert "holds no readable state" in found["said"]["absent"][0]
         assert "was damaged" in found["said"]["damaged"][0]
         assert "was damaged" in found["said"]["fresh"][0]

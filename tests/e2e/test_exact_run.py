@@ -7,7 +7,8 @@ COARSE = {"model.dtype": "bfloat16", "trainer.compute_dtype": "bfloat16"}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 EXPERTS = {
     "model.scratch.config": {
-        **SIZES, "model_type": "qwen3_moe", "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32
+        **SIZES, "model_type": "qwen3_moe", "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
     },
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 from furlong.kernels.ring import Ring
+from furlong.kernels.tap_shards import tap_group
 from furlong.ops.policy.parallel import Layout
 from furlong.ops.spec import SpecError
 from furlong.resources.trainers.megatron import shims
@@ -26,6 +27,10 @@ class Place:
     ep: int
     ring: Ring | None = None
     """Of the ranks that share a line; None where one has it whole."""
+    taps: dist.ProcessGroup | None = None
+    """Of the stages with its other coordinates, for what a draft reads of them and nothing else; None where none does."""
+    deadline: float = 600.0
+    """Seconds that any wait for another rank may take."""
 
     @property
     def first_stage(self) -> bool:
@@ -47,13 +52,14 @@ class Place:
         return _state().get_expert_data_parallel_group()
 
 
-def initialise(layout: Layout, rank: int, world: int, deadline: float = 600.0) -> Place:
+def initialise(layout: Layout, rank: int, world: int, deadline: float = 600.0, tapped: bool = False) -> Place:
     """Make the groups of `layout`. Called by every rank, in the default group of torch.distributed, which a single rank
     need not have made.
 
     Args:
         rank: of this process, in [0, world).
         deadline: seconds that any collective in these groups may take.
+        tapped: whether a draft learns from what the stages compute.
     Raises:
         ShimError: megatron-core is missing or untested.
         SpecError: the layout is for another number of ranks.
@@ -87,6 +93,11 @@ def initialise(layout: Layout, rank: int, world: int, deadline: float = 600.0) -
     )
     # The trainer draws no random numbers; megatron-core wants its generators seeded all the same.
     model_parallel_cuda_manual_seed(1)
+    taps = None
+    if tapped and layout.pp > 1:
+        apart = world // layout.pp
+        taps = tap_group([range(first, world, apart) for first in range(apart)], deadline)
+        state._global_process_group_list.append(taps)
     return Place(
         layout,
         rank,
@@ -96,6 +107,8 @@ def initialise(layout: Layout, rank: int, world: int, deadline: float = 600.0) -
         pp=state.get_pipeline_model_parallel_rank(),
         ep=state.get_expert_model_parallel_rank(),
         ring=Ring(state.get_context_parallel_group(), deadline) if layout.cp > 1 else None,
+        taps=taps,
+        deadline=deadline,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +14,9 @@ from furlong.ops.policy.objective import Objective, TokenLoss
 from furlong.ops.policy.packing import Masks
 from furlong.ops.policy.witness import Witness, counts
 from furlong.ops.protocols import TrainBatch
+from furlong.resources.trainers.draft_trainer import DraftTrainer
 from furlong.resources.trainers.megatron import schedule
+from furlong.resources.trainers.megatron.draft_pass import DraftPass
 from furlong.resources.trainers.megatron.feed import Feed
 from furlong.resources.trainers.megatron.parallel import Place
 from furlong.resources.trainers.ranks import Ranks, device
@@ -43,7 +46,7 @@ class MegatronPasses:
         return self._ranks.sum(flat)
 
     def gradients(
-        self, batch: TrainBatch, objective: Objective
+        self, batch: TrainBatch, objective: Objective, draft: DraftTrainer | None
     ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"], Int[Tensor, " trajectories"]]:
         def index(feed: Feed) -> Tensor:
             return objective.index(feed.trajectory, feed.offset)
@@ -67,11 +70,11 @@ class MegatronPasses:
                 slope = torch.zeros(logprobs.shape)
             return (logprobs * slope.to(logprobs)).sum()
 
-        witness = Witness(len(batch.replies))
-        schedule.run(
-            self._chunks, self._feeds(batch, batch.masks), batch.temperature, head, witness.watch, backward=True
-        )
-        self._ranks.agree(errors[0] if errors else None)
+        witness, feeds = Witness(len(batch.replies)), self._feeds(batch, batch.masks)
+        student = DraftPass(draft, self._chunks, self._place, batch.temperature, feeds) if draft else None
+        with student.passing() if student else nullcontext():
+            schedule.run(self._chunks, feeds, batch.temperature, head, witness.watch, backward=True, student=student)
+        self._ranks.agree(errors[0] if errors else student and student.error)
         self._ranks.sum(found)
         return found[0], found[1], self._arrived(witness)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,16 @@ gradient is wanted, or None in a pass without a backward."""
 Watch = Callable[[Feed, Float[Tensor, " tokens"] | None, Tensor | None], None]
 """After each micro-batch's forward: given it, its log-probabilities (on the last stage) and the embedding's output (on the
 first)."""
+
+
+class Student(Protocol):
+    """What learns from the model's hidden states while micro-batches pass; it must not change what they give."""
+
+    def begin(self, chunk: Chunk, number: int) -> None:
+        """On every stage, before each forward of a chunk, in its grad mode. `number`: of the micro-batch among the feeds."""
+
+    def learn(self, number: int) -> None:
+        """On the last stage, after the micro-batch's forward and its head."""
 
 
 def prepare(modules: list[Chunk]) -> None:
@@ -96,25 +106,31 @@ def _padded(micro: MicroBatch | Line, rows: int, width: int) -> MicroBatch | Lin
 
 
 def run(
-    chunks: list[nn.Module], feeds: list[Feed], temperature: float, head: Head, watch: Watch | None, backward: bool
-) -> None:
+    chunks: list[nn.Module], feeds: list[Feed], temperature: float, head: Head, watch: Watch | None, backward: bool,
+    student: Student | None = None,
+) -> None:  # fmt: skip
     """Forward, and backward, of every micro-batch; every rank calls it with the same number of them.
 
     Args:
         chunks: this rank's, in order, each wrapped for data parallelism; gradients are added to their buffers.
         head: called on the last stage; must not raise, or the other stages would wait for it in vain.
         watch: called on every stage, once for each micro-batch.
+        student: it must not raise either, but for a stage that is gone.
     """
     watching = _watching(chunks)
 
-    def forward_step(numbers: Iterator[Feed], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        micro, model = next(numbers), chunk.module
+    def forward_step(turn: Iterator[tuple[int, Feed]], chunk: nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        (number, micro), model = next(turn), chunk.module
+        if student:
+            student.begin(model, number)
         out = chunk(micro, temperature)
         logprobs, loss = None, out
         if model.post_process:
             logprobs, entropy = out
             loss = head(micro, logprobs, entropy)
             loss = torch.zeros((), device=logprobs.device) if loss is None else loss
+            if student:
+                student.learn(number)
         if watch and chunk is watching:
             watch(micro, logprobs, trunk.pop() if trunk else None)
         return loss, _as_it_is
@@ -123,7 +139,7 @@ def run(
     with _outputs(chunks[0].module) as trunk, torch.set_grad_enabled(backward):
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter(feeds) for _ in chunks],
+            data_iterator=[enumerate(feeds) for _ in chunks],
             model=chunks,
             num_microbatches=len(feeds),
             # Read by the interleaved schedule alone; in the plain one stages tell each other each micro-batch's shape.
