@@ -6,7 +6,12 @@ SHELL := /bin/bash
 SPEC ?= smollm2
 SEED ?= 0
 TRAINER ?= fsdp
+# Kind of the draft (eagle3) that proposes tokens in rollouts and learns beside the policy; empty for none.
+DRAFT ?=
 BIN := .venv/bin
+# What a draft beside each demo's policy is best set to.
+DRAFT_tiny := learning_rate=1.0e-3
+DRAFT_smollm2 := learning_rate=3.0e-4 warmup_steps=3
 # torch alone first, so that its CPU build is in place before anything that asks for torch.
 TORCH := torch==2.13.0
 # The model's weights. Without its own dependency, a llama.cpp binding that would be compiled here and is never used.
@@ -47,7 +52,8 @@ sglang: .venv-sglang/.installed
 	@touch $@
 
 demo: install
-	@$(BIN)/furlong demo --spec $(SPEC) --seed $(SEED) --set trainer.backend=$(TRAINER)
+	@$(BIN)/furlong demo --spec $(SPEC) --seed $(SEED) --set trainer.backend=$(TRAINER) \
+	  $(if $(DRAFT),--set draft.kind=$(DRAFT) $(DRAFT_$(SPEC):%=--set draft.%))
 
 # A hang is a failure: pyproject.toml bounds each test, this bounds them all. In two halves side by side, as each mostly
 # waits for processes to start, or for replies. Without job control (set -m) the one behind would ignore SIGINT.

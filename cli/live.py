@@ -78,8 +78,13 @@ class LiveView:
             rewards = self.run.series("reward_mean")
             if rewards:
                 table.add_row("reward", f"{rewards[-1][1]:.2f}  {sparkline([value for _, value in rewards[-SPARKS:]])}")
-            table.add_row("rollout", f"{self.tokens_per_second:.0f} tokens/s{self._staleness()}")
+            table.add_row("rollout", f"{self.tokens_per_second:.0f} tokens/s{self._acceptance()}{self._staleness()}")
         return table
+
+    def _acceptance(self) -> str:
+        if "acceptance_length" not in self.last:
+            return ""
+        return f"   {self.last['acceptance_length']:.2f} tokens per verify"
 
     def _staleness(self) -> str:
         if not self.run.spec.staleness or "staleness_mean" not in self.last:

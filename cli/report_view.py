@@ -60,7 +60,7 @@ def _numbers(report: dict[str, Any]) -> Table:
     )
     table.add_row("time", f"{report['seconds']:.0f} s for {report['steps']} steps")
     table.add_row("rollout", f"{report['tokens_per_second']:.0f} tokens/s")
-    for name, text in _rollouts(report["rollouts"]):
+    for name, text in [*_rollouts(report["rollouts"]), *_draft(report)]:
         table.add_row(name, text)
     overhead = report["overhead_seconds_per_step"]
     table.add_row(
@@ -84,6 +84,37 @@ def _rollouts(used: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("tokens not trained on", causes))
     if failures := used["failures"]:
         rows.append(("tries that failed", ", ".join(f"{count} {kind}" for kind, count in failures.items())))
+    return rows
+
+
+def _draft(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a run with a draft adds."""
+    told = report["draft"]
+    if told is None:
+        return []
+    lengths = [length for length in report["acceptance_length_per_step"] if length is not None]
+    gain, share = report["rollout_speedup"], report["draft_train_share"]
+    rows = [
+        (
+            "acceptance length, first and last",
+            f"{lengths[0]:.2f} -> {lengths[-1]:.2f} tokens per verify" if lengths else "nothing was proposed",
+        ),
+        (
+            "rollout speed-up by the draft",
+            "not measured: no decode steps of one size both with and without it"
+            if gain is None
+            else f"{gain:.2f} x, {told['tokens_per_second_with_draft']:.0f} against "
+            f"{told['tokens_per_second_without']:.0f} tokens/s",
+        ),
+    ]
+    if told.get("speculation_off_share"):
+        rows.append(
+            (
+                "decode steps without proposals",
+                f"{told['speculation_off_share']:.0%} ({told['speculation_off_because']})",
+            )
+        )
+    rows.append(("draft's share of train time", "not trained" if share is None else f"{share:.0%}"))
     return rows
 
 

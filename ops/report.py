@@ -8,6 +8,7 @@ from typing import Any
 
 from furlong.ops.history import newest_attempts
 from furlong.ops.protocols import LakeLike
+from furlong.ops.rollouts.acceptance import added, numbers, speedup
 from furlong.ops.rollouts.usage import usage
 from furlong.ops.spec import RunSpec
 from furlong.ops.stages.evals import accuracies
@@ -17,7 +18,8 @@ def build_report(lake: LakeLike, run: str, spec: RunSpec, drives: list[dict[str,
     """The content of report.json.
 
     `eval_*` are mean accuracies of sampled replies, `greedy_*` of greedy ones, both on questions that never occur in
-    training. `peak_rss_bytes` is the largest sum of proportional set sizes over driver, engine, trainer and Ray.
+    training. `peak_rss_bytes` is the largest sum of proportional set sizes over driver, engine, trainer and Ray. What
+    `_draft` adds is null, or a list of nulls, where there was no draft or nothing was measured.
     """
     steps = newest_attempts(lake.read("steps", {"run": run}).to_pylist())
     versions = sorted(lake.read("weight_versions", {"run": run}).to_pylist(), key=lambda row: row["version"])
@@ -46,10 +48,34 @@ def build_report(lake: LakeLike, run: str, spec: RunSpec, drives: list[dict[str,
         "peak_rss_bytes": max((drive["peak_rss_bytes"] for drive in drives), default=0),
         "tokens_per_second": used["tokens_per_second"],
         "rollouts": used,
+        **_draft(lake, run, steps),
         "stage_seconds": _added(drive["stage_seconds"] for drive in drives),
         "overhead_seconds_per_step": median(step["overhead"] for step in timed) if timed else None,
         **extremes(lake, run, steps),
         "lineage": lineage(lake, run, last),
+    }
+
+
+def _draft(lake: LakeLike, run: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the draft was worth: `acceptance_length_per_step`, tokens per verify; `rollout_speedup`, over the whole run, of
+    the engines' steps against steps of their size without proposals; `draft_train_share`, of the trainer's time; and
+    `draft`, all numbers over the whole run as `acceptance.numbers` names them, with the draft's loss per step."""
+    batches = newest_attempts(lake.read("batches", {"run": run}, ["step", "attempt", "speculation"]).to_pylist())
+    whole = added(row["speculation"] for row in batches if row["speculation"])
+    spent = [row for row in steps if row["draft_seconds"] is not None]
+    seconds = sum(row["seconds"] for row in spent)
+    return {
+        "acceptance_length_per_step": [numbers(row["speculation"]).get("acceptance_length") for row in batches],
+        "rollout_speedup": speedup(whole["decode_steps"]) if whole else None,
+        "draft_train_share": sum(row["draft_seconds"] for row in spent) / seconds if seconds else None,
+        "draft": {
+            **numbers(whole),
+            "loss_per_step": [row["draft_loss"] for row in steps],
+            "agreement_per_step": [row["draft_agreement"] for row in steps],
+            "skipped_steps": sum(row["draft_skipped"] is not None for row in steps),
+        }
+        if whole or spent
+        else None,
     }
 
 

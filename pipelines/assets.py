@@ -12,6 +12,7 @@ from dagster import AssetExecutionContext, Config, MaterializeResult, ResourcePa
 from pydantic import Field
 
 from furlong.ops.stages.context import StageReport, StepKey
+from furlong.pipelines.acceptance_check import CHECK, check_result
 from furlong.pipelines.metadata import metadata
 from furlong.pipelines.partitions import STEPS, parse_partition_key, partition_key
 from furlong.resources.system import System
@@ -40,10 +41,13 @@ def prompts(context: AssetExecutionContext, config: NewRun, system: ResourcePara
     return _materialise(context, system, "prompts", StepKey(run, 1))
 
 
-@asset(**PER_STEP, deps=[prompts], kinds={"ray", "deltalake"})
+@asset(**PER_STEP, deps=[prompts], kinds={"ray", "deltalake"}, check_specs=[CHECK])
 def rollouts(context: AssetExecutionContext, config: Repeat, system: ResourceParam[System]) -> MaterializeResult:
     """The groups of trajectories drawn for this step: tokens, log-probabilities, weights versions."""
-    return _materialise(context, system, "rollouts", _key(context, system, config.attempt))
+    key = _key(context, system, config.attempt)
+    with system.driving(key.run, dagster_run=context.run_id) as run:
+        report = run.perform("rollouts", key)
+        return MaterializeResult(metadata=metadata(report, run), check_results=[check_result(run)])
 
 
 @asset(**PER_STEP, deps=[rollouts], kinds={"python", "deltalake"})

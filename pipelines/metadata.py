@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from dagster import MetadataValue
 
-from furlong.ops.plots import line_plot
+from furlong.ops.plots import line_plot, lines_plot
 from furlong.ops.stages.context import StageReport
 
 if TYPE_CHECKING:
@@ -35,6 +35,12 @@ def metadata(report: StageReport, run: "OpenRun") -> dict[str, Any]:
         facts[f"{commit.table}_delta_version"] = commit.version
     facts |= {name: value for name, value in report.values.items() if value is not None}
     facts |= {name: MetadataValue.url(link) for name, link in run.links().items()}
+    if report.stage == "rollouts" and run.spec.draft:
+        mine = "this run, co-trained" if run.spec.draft.get("train", True) else "this run, frozen"
+        lines = {mine: run.series("acceptance_length"), **run.twins}
+        facts["acceptance_plot"] = MetadataValue.md(lines_plot(lines, "acceptance length (tokens per verify)"))
+    if report.stage == "train_step" and run.spec.draft:
+        facts["draft_plot"] = MetadataValue.md(line_plot(run.series("draft_loss"), "draft loss (nat)"))
     if report.stage in PLOTS:
         value, title = PLOTS[report.stage]
         facts["plot"] = MetadataValue.md(line_plot(run.series(value), title))

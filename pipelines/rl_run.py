@@ -8,11 +8,21 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
-from dagster import AssetKey, AssetMaterialization, Config, OpExecutionContext, ResourceParam, job, op
+from dagster import (
+    AssetCheckEvaluation,
+    AssetKey,
+    AssetMaterialization,
+    Config,
+    OpExecutionContext,
+    ResourceParam,
+    job,
+    op,
+)
 from pydantic import Field
 
 from furlong.ops.stages.context import STAGES, StageReport, StepKey
 from furlong.ops.stages.evals import evals_before
+from furlong.pipelines.acceptance_check import check_event
 from furlong.pipelines.metadata import metadata
 from furlong.pipelines.partitions import STEPS, partition_key
 from furlong.resources.system import System
@@ -80,15 +90,18 @@ class Events:
         """Queue the materialisation of a stage; raises if an earlier one could not be written."""
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft().result()
-        self._waiting.append(self._pool.submit(self._write, report, metadata(report, self._run)))
+        checked = check_event(self._run) if report.stage == "rollouts" and self._run.spec.draft else None
+        self._waiting.append(self._pool.submit(self._write, report, metadata(report, self._run), checked))
 
-    def _write(self, report: StageReport, facts: dict[str, Any]) -> None:
+    def _write(self, report: StageReport, facts: dict[str, Any], checked: AssetCheckEvaluation | None) -> None:
         partition = None
         if report.stage != "prompts":
             partition = partition_key(report.key.run, report.key.step)
             self._context.instance.add_dynamic_partitions(STEPS.name, [partition, *self._next(report)])
         event = AssetMaterialization(AssetKey(report.stage), partition=partition, metadata=facts)
         self._context.log_event(event)
+        if checked:
+            self._context.log_event(checked)
 
     def _next(self, report: StageReport) -> list[str]:
         """The partition that a published step opens, for a person to materialise it with `rl_step`."""

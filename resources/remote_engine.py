@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from furlong.ops.draft.settings import draft_of
 from furlong.ops.protocols import Attestation, GenerateRequest, Sample
 from furlong.ops.spec import Placement, RunSpec, SpecError
 from furlong.resources.actors import Actor, ActorLost, ActorName, ActorTimeout, call, end_actors, find_or_start
@@ -94,7 +95,7 @@ def _recipe(spec: RunSpec, model: ModelFolder, placement: Placement, number: int
                 "FURLONG_ENGINE_URLS is set, but the run's engine is `local`, which has no address; unset it, or begin a "
                 "run with engine: sglang"
             )
-        return "furlong.resources.engines.local:LocalEngine", (*args, tp)
+        return "furlong.resources.engines.local:LocalEngine", (*args, tp, True, draft_of(spec))
     if tp > 1:
         raise SpecError(
             f"FURLONG_ENGINE_TP={tp} splits the embedded engine; an SGLang server is split by its own --tp: unset it, and "

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from furlong.ops import records
-from furlong.ops.history import load_series
+from furlong.ops.history import draft_twins, load_series
 from furlong.ops.protocols import StaleFence
 from furlong.ops.report import build_report
 from furlong.ops.rollouts.trajectory import Draw, Outcome, Task
@@ -287,6 +287,11 @@ class OpenRun:
     def series(self, value: str) -> list[tuple[int, float]]:
         """(step, value) of every step so far, for plots."""
         return sorted(self._known().get(value, {}).items())
+
+    @cached_property
+    def twins(self) -> dict[str, list[tuple[int, float]]]:
+        """See `draft_twins`, as of the first look."""
+        return draft_twins(self.lake, self.name, self.spec)
 
     def _known(self) -> dict[str, dict[int, float]]:
         if self._series is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from furlong.ops.identity import counter_seed
@@ -139,9 +139,10 @@ def play_group(run: Run, group: Group, draw: Draw, writer: Writer, spend: Spend)
         BudgetSpent: from `spend`.
         Others: from `draw`, and from whatever is at fault beyond one trajectory.
     """
+    named = named_draw(draw, group.prompt["task"])
     while tasks := group.missing(run.spec.seed):
         started = time.time()
-        for outcome in run.play(tasks, group.prompt, draw, group.group_id):
+        for outcome in run.play(tasks, group.prompt, named, group.group_id):
             if isinstance(outcome, Failed):
                 _failed(run, group, outcome, writer)
                 spend(outcome.trajectory_id, outcome.kind, outcome.detail)
@@ -150,6 +151,11 @@ def play_group(run: Run, group: Group, draw: Draw, writer: Writer, spend: Spend)
             for row in rows:
                 group.add(row)
             writer.add("trajectories", rows)
+
+
+def named_draw(draw: Draw, task: str) -> Draw:
+    """`draw`, with requests that tell the engine which family of questions they are of."""
+    return lambda requests, key: draw([replace(request, task=task) for request in requests], key)
 
 
 def _failed(run: Run, group: Group, failed: Failed, writer: Writer) -> None:

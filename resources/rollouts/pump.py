@@ -25,6 +25,7 @@ from furlong.ops.stages.context import Run, StageError, StepKey
 from furlong.ops.tasks.prompts import draw
 from furlong.resources.rollouts.drawer import Drawer, Unwanted
 from furlong.resources.rollouts.group import Group, is_flat, play_group
+from furlong.resources.rollouts.meter import Meter
 from furlong.resources.rollouts.restore import restore
 from furlong.resources.rollouts.writer import Writer
 
@@ -47,6 +48,9 @@ class Pump:
         self._error: BaseException | None = None
         self._closing = False
         self._writer = Writer(run.lake, run.name)
+        self._meter = Meter(router.fleet.present) if self.spec.draft else None
+        if self._meter:
+            self._meter.begin()
         known = restore(run)
         self.ledger, self.course, self._groups = known.ledger, known.course, known.groups
         self._positions, self._step_of = known.positions, known.step_of
@@ -77,6 +81,8 @@ class Pump:
         """
         began = time.monotonic()
         self._router.at(version, self.run.fence)
+        if self._meter and self.spec.staleness == 0:
+            self._meter.begin()  # only evaluations drew since the last step
         with self._changed:
             self._step_of[version] = key.step - 1
             self._published = key.step - 1
@@ -100,6 +106,7 @@ class Pump:
             **key.columns(), "version": version,
             "groups": [{"step": r["step"], "attempt": r["attempt"], "group_id": name} for name, r in homes.items()],
             **choice.columns(), "waited_seconds": time.monotonic() - began,
+            "speculation": self._meter.take() if self._meter else None,
         }  # fmt: skip
 
     def admitted(self, key: StepKey, group_ids: list[str]) -> None:
