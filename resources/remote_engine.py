@@ -106,7 +106,12 @@ def _recipe(spec: RunSpec, model: ModelFolder, placement: Placement, number: int
             f"FURLONG_ENGINE_URLS={placement.engine_urls} names one server twice, and two engines cannot both hold its "
             "weights; name each once"
         )
-    return "furlong.resources.engines.sglang:SGLangEngine", (*args, urls[number] if urls else "")
+    return "furlong.resources.engines.sglang:SGLangEngine", (
+        *args,
+        urls[number] if urls else "",
+        "auto",
+        draft_of(spec),
+    )
 
 
 class RemoteEngine:

@@ -21,8 +21,8 @@ from furlong.resources.engines.step_gate import EngineError
 from furlong.resources.remote_engine import RemoteEngine, end_superfluous, engine_count, start_engine
 from furlong.resources.run_lock import run_lock
 
-SPEC = SimpleNamespace(engine="local", model=SimpleNamespace(dtype="bfloat16"))
-SGLANG = SimpleNamespace(engine="sglang", model=SPEC.model)
+SPEC = SimpleNamespace(engine="local", model=SimpleNamespace(dtype="bfloat16"), draft={})
+SGLANG = SimpleNamespace(engine="sglang", model=SPEC.model, draft={})
 REQUESTS = [GenerateRequest("r", (5, 9, 11), 3, 4, 0.0)]
 
 

@@ -28,7 +28,7 @@ from furlong.resources.router import Router
 from furlong.resources.weights.fleet import Fleet
 
 RUN = "real"
-SPEC = SimpleNamespace(engine="local", model=SimpleNamespace(dtype="bfloat16"))
+SPEC = SimpleNamespace(engine="local", model=SimpleNamespace(dtype="bfloat16"), draft={})
 LENGTH = 60
 
 
