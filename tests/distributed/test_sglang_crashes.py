@@ -57,6 +57,7 @@ def child(tmp_path_factory) -> Iterator[subprocess.Popen]:
     process.communicate(timeout=30)
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_noticed_at_once(folder):
     engine = SGLangEngine(folder, 0, "float32", 1, (60,))
     try:

@@ -96,6 +96,7 @@ def test_killed_between_two_commits_and_run_again(place, table):
     check_finished(place, run)
 
 
+@pytest.mark.slow
 def test_two_engines_draw_on_while_one_is_killed(place):
     """Publications do not wait for it; that it is admitted again only with its proof, tests of the router show."""
     run = "pair"

@@ -40,7 +40,7 @@ def test_blocks_of_one_step_leave_the_same_rows(place, undisturbed):
     assert place.row_digests("blocks", "RUN") == undisturbed[1]
 
 
-@pytest.mark.parametrize("role", ["engine", "trainer"])
+@pytest.mark.parametrize("role", [pytest.param("engine", marks=pytest.mark.slow), "trainer"])
 def test_an_actor_killed_between_blocks_is_rebuilt_from_the_lake(place, undisturbed, role):
     run = f"lost-{role}"
     place.finish(run, steps=2)

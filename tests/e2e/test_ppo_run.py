@@ -15,6 +15,7 @@ def steps_of(place, run: str) -> list[dict]:
     return sorted(rows, key=lambda row: row["step"])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_two_ranks_with_the_value_model_of_one(place):
     place.finish("valued", overrides=PPO, steps=2)
     before = place.digests("valued")

@@ -22,6 +22,7 @@ def trainers(place, run: str) -> list[str]:
     return [row["trainer"] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_run_moves_to_another_layout_between_two_blocks_of_steps(place):
     drive(place, "moves", "tp2-sp", steps=2)
     before = place.digests("moves")

@@ -113,6 +113,7 @@ def test_publishing_it_does_not_change_what_is_trained(run, made, tmp_path_facto
         calm.verifier.close()
 
 
+@pytest.mark.slow
 def test_before_the_first_step_and_twice(run):
     take(run, 1, stages=("prompts",))
     mine, shape = some_draft(run, 1)
@@ -127,6 +128,7 @@ def test_before_the_first_step_and_twice(run):
     assert drafts(rows(run)[2]) == drafts(rows(run)[1])
 
 
+@pytest.mark.slow
 def test_a_step_repeated_on_purpose_takes_a_number_that_nobody_has(run):
     take(run, 1)
     publish_draft(run, *some_draft(run, 1))
@@ -137,6 +139,7 @@ def test_a_step_repeated_on_purpose_takes_a_number_that_nobody_has(run):
     assert rows(run)[4]["parent"] == 3
 
 
+@pytest.mark.slow
 def test_within_a_step_nothing_is_published(run):
     take(run, 1)
     take(run, 2, stages=("prompts", "rollouts"))
@@ -169,6 +172,7 @@ def test_a_publication_that_failed_goes_on_under_its_number(run, monkeypatch):
     assert sorted(live(run)) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_one_left_staged_does_not_stand_in_the_next_step_s_way(run, monkeypatch):
     take(run, 1)
 
@@ -185,6 +189,7 @@ def test_one_left_staged_does_not_stand_in_the_next_step_s_way(run, monkeypatch)
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_driver_that_another_has_followed_publishes_nothing(run):
     take(run, 1)
     mine, shape = some_draft(run, 1)

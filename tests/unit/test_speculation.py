@@ -26,7 +26,13 @@ IDS = [f"{kind}-{dtype}".replace("torch.", "") for kind, dtype in CASES]
 REJECTING = replace(ALWAYS, verify="rejection")
 
 
-@pytest.fixture(scope="module", params=CASES, ids=IDS)
+SLOW = {"qwen3": pytest.mark.slow}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, id=name, marks=SLOW.get(case[0], ())) for case, name in zip(CASES, IDS, strict=True)],
+)
 def case(request):
     """Weights with a draft, requests, and what is drawn of them without it."""
     kind, dtype = request.param
