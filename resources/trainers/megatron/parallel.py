@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from types import ModuleType
 
 import torch.distributed as dist
@@ -25,8 +26,6 @@ class Place:
     dp: int
     pp: int
     ep: int
-    ring: Ring | None = None
-    """Of the ranks that share a line; None where one has it whole."""
     taps: dist.ProcessGroup | None = None
     """Of the stages with its other coordinates, for what a draft reads of them and nothing else; None where none does."""
     deadline: float = 600.0
@@ -45,6 +44,11 @@ class Place:
     @property
     def tp_group(self) -> dist.ProcessGroup:
         return _state().get_tensor_model_parallel_group()
+
+    @property
+    def ring(self) -> Ring | None:
+        """Of the ranks that share a line; None where one has it whole."""
+        return _ring(_state().get_context_parallel_group(), self.deadline) if self.layout.cp > 1 else None
 
     @property
     def expert_sum_group(self) -> dist.ProcessGroup:
@@ -106,7 +110,6 @@ def initialise(layout: Layout, rank: int, world: int, deadline: float = 600.0, t
         dp=state.get_data_parallel_rank(),
         pp=state.get_pipeline_model_parallel_rank(),
         ep=state.get_expert_model_parallel_rank(),
-        ring=Ring(state.get_context_parallel_group(), deadline) if layout.cp > 1 else None,
         taps=taps,
         deadline=deadline,
     )
@@ -117,6 +120,12 @@ def teardown() -> None:
     _forget()
     if dist.is_initialized() and dist.get_world_size() == 1:
         dist.destroy_process_group()
+
+
+@lru_cache(maxsize=1)
+def _ring(group: dist.ProcessGroup, deadline: float) -> Ring:
+    """One for all that call in a group: its ranks count their calls, and groups end with the next layout's."""
+    return Ring(group, deadline)
 
 
 def _forget() -> None:
