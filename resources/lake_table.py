@@ -22,7 +22,7 @@ from deltalake import (
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from pyarrow.fs import LocalFileSystem, SubTreeFileSystem
 
-from furlong.ops import records
+from furlong.ops import records, tables
 from furlong.resources.lake_filter import to_expression, to_sql
 
 _MARK = "furlong schema version "
@@ -265,7 +265,7 @@ def _statistics(name: str) -> dict[str, str]:
 
 
 def _layout(name: str, data: pa.Table) -> WriterProperties:
-    if name not in records.BINARY_TABLES:
+    if name not in tables.BINARY_TABLES:
         return WriterProperties(compression="ZSTD", compression_level=1)
     # Payloads are compressed already; with statistics each would be stored three times.
     plain = ColumnProperties(dictionary_enabled=False, statistics_enabled="NONE")
