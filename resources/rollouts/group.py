@@ -177,6 +177,7 @@ def _row(run: Run, group: Group, trajectory: Trajectory, started: float) -> dict
         "logprobs": list(trajectory.logprobs), "model_logprobs": list(trajectory.model_logprobs),
         "loss_mask": list(trajectory.loss_mask),
         "routing": as_row(trajectory.routing) if trajectory.routing else None,
+        "drafted": None,
         "version_spans": [{"version": v, "start": a, "end": b} for v, a, b in trajectory.versions],
         "finish_reason": trajectory.finish_reason, "seed": trajectory.seed, "text": trajectory.text,
         "engine": run.engine_name(), "started_at": started, "seconds": trajectory.seconds,
