@@ -267,10 +267,9 @@ class _BranchAttention(torch.autograd.Function):
         out, lse = call.backend.trunk_forward(q.flatten(0, 1), k, v, call.plan, call.scale)
         trunk = out.reshape(q.shape), lse.reshape(q.shape[:3])
         out, lse = joined(call.backend, trunk, q, keys, values, call.branches, call.scale)
-        out = out.to(q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, k, v, out, lse, *entries)
-        return out
+        return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable

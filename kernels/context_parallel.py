@@ -188,10 +188,9 @@ class Travelling(torch.autograd.Function):
                 count_trunk(job, "forward", plan, q)
                 del key, value  # the next block is on its way; two are held, not three
             out, lse = with_branches(job, q, entries, out.view(q.shape), lse.view(q.shape[:-1]))
-        out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *entries)
         ctx.job = job
-        return out
+        return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable

@@ -36,10 +36,9 @@ class Ulysses(torch.autograd.Function):
             out = _to_rows(ring, part, queries).view(q.shape)
             lse = _to_rows(ring, mass[..., None], queries).view(q.shape[:-1])
             out, lse = with_branches(job, q, entries, out, lse)
-        out = out.to(q.dtype)
         ctx.save_for_backward(q, out, lse, mine, keys, values, order, *entries)
         ctx.job, ctx.plan, ctx.queries, ctx.rows = job, plan, queries, len(k)
-        return out
+        return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
