@@ -26,8 +26,6 @@ class Place:
     dp: int
     pp: int
     ep: int
-    taps: dist.ProcessGroup | None = None
-    """Of the stages with its other coordinates, for what a draft reads of them and nothing else; None where none does."""
     deadline: float = 600.0
     """Seconds that any wait for another rank may take."""
 
@@ -51,19 +49,27 @@ class Place:
         return _ring(_state().get_context_parallel_group(), self.deadline) if self.layout.cp > 1 else None
 
     @property
+    def taps(self) -> dist.ProcessGroup | None:
+        """Of the stages with its other coordinates, for what a draft reads of them and nothing else; None for one stage."""
+        return _taps.get("group")
+
+    @property
     def expert_sum_group(self) -> dist.ProcessGroup:
         """Ranks that hold the same experts, over which their gradients are summed."""
         return _state().get_expert_data_parallel_group()
 
 
-def initialise(layout: Layout, rank: int, world: int, deadline: float = 600.0, tapped: bool = False) -> Place:
+_taps: dict[str, dist.ProcessGroup] = {}
+"""Like megatron-core's own groups: those of the layout initialised last, which another trainer of this process may share."""
+
+
+def initialise(layout: Layout, rank: int, world: int, deadline: float = 600.0) -> Place:
     """Make the groups of `layout`. Called by every rank, in the default group of torch.distributed, which a single rank
     need not have made.
 
     Args:
         rank: of this process, in [0, world).
         deadline: seconds that any collective in these groups may take.
-        tapped: whether a draft learns from what the stages compute.
     Raises:
         ShimError: megatron-core is missing or untested.
         SpecError: the layout is for another number of ranks.
@@ -97,11 +103,10 @@ def initialise(layout: Layout, rank: int, world: int, deadline: float = 600.0, t
     )
     # The trainer draws no random numbers; megatron-core wants its generators seeded all the same.
     model_parallel_cuda_manual_seed(1)
-    taps = None
-    if tapped and layout.pp > 1:
+    if layout.pp > 1:
         apart = world // layout.pp
-        taps = tap_group([range(first, world, apart) for first in range(apart)], deadline)
-        state._global_process_group_list.append(taps)
+        _taps["group"] = tap_group([range(first, world, apart) for first in range(apart)], deadline)
+        state._global_process_group_list.append(_taps["group"])
     return Place(
         layout,
         rank,
@@ -110,7 +115,6 @@ def initialise(layout: Layout, rank: int, world: int, deadline: float = 600.0, t
         dp=state.get_data_parallel_rank(),
         pp=state.get_pipeline_model_parallel_rank(),
         ep=state.get_expert_model_parallel_rank(),
-        taps=taps,
         deadline=deadline,
     )
 
@@ -131,6 +135,7 @@ def _ring(group: dist.ProcessGroup, deadline: float) -> Ring:
 def _forget() -> None:
     """Have megatron-core forget its groups, and end them: each has a thread that would go on waking up for nothing."""
     state = _state()
+    _taps.clear()
     for group in state._global_process_group_list or ():
         # Groups that a lost rank took with it ended with torch.distributed's default group of then.
         if group is not None and group in dist.distributed_c10d._world.pg_map:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from furlong.ops.draft.settings import draft_of
 from furlong.ops.policy.architecture import Architecture, architecture_of, read_architecture
 from furlong.ops.policy.checkpoint import read_tensors
 from furlong.ops.policy.parallel import Layout
@@ -35,9 +34,7 @@ class MegatronTrainer(RankTrainer):
             SpecError: the layout is for another number of ranks.
         """
         super().__init__(spec, threads, layout, rank)
-        draft = draft_of(spec)
-        learns = draft is not None and draft.train
-        self.place = parallel.initialise(layout, rank, layout.world, deadline, tapped=learns)
+        self.place = parallel.initialise(layout, rank, layout.world, deadline)
         self.architecture: Architecture | None = None
 
     def load(self, folder: str) -> None:
