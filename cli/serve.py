@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -37,10 +38,12 @@ def serve(
             defaults = Defaults(sampling.temperature, sampling.max_new_tokens, deadline, lent.context_length)
             template = ChatTemplate(lent.tokenizer)
             journal = lent.folder / "served"
-            endpoint = Endpoint(template, lambda requests, key: engines.generate(requests), defaults, journal)
+            given = os.environ.get("FURLONG_SERVE_KEY", "")
+            endpoint = Endpoint(template, lambda requests, _: engines.generate(requests), defaults, journal, key=given)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # after Ray, which sets one of its own
             with Server(endpoint, port):
                 console.print(f"version {at} of run {run}: {endpoint.address}/v1   (Ctrl-C ends it)")
+                console.print(f"API key: {'that of FURLONG_SERVE_KEY' if given else endpoint.keys.master}")
                 threading.Event().wait()
     except KeyboardInterrupt:
         console.print("ended")

@@ -148,7 +148,7 @@ def _run(
     environment = {
         **os.environ,
         "OPENAI_BASE_URL": question["base_url"],
-        "OPENAI_API_KEY": task.trajectory_id,
+        "OPENAI_API_KEY": endpoint.keys.of(task.trajectory_id),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # as many programs as a group has trajectories
     }
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stderr:

@@ -36,6 +36,7 @@ def make_app(endpoint: Endpoint) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
 
     async def complete(request: Request, trajectory_id: str | None) -> Response:
+        endpoint.keys.check(request.headers.get("authorization"), trajectory_id)
         body = _read(await request.body())
         loop = asyncio.get_running_loop()
 
@@ -58,12 +59,14 @@ def make_app(endpoint: Endpoint) -> FastAPI:
 
     @app.get("/v1/models")
     @app.get("/sessions/{trajectory_id:path}/v1/models")
-    async def models() -> Any:
+    async def models(request: Request, trajectory_id: str | None = None) -> Any:
+        endpoint.keys.check(request.headers.get("authorization"), trajectory_id)
         return models_body(started)
 
     @app.get("/v1/models/{model}")
     @app.get("/sessions/{trajectory_id:path}/v1/models/{model}")
-    async def one_model(model: str) -> Any:
+    async def one_model(request: Request, model: str) -> Any:
+        endpoint.keys.check(request.headers.get("authorization"), None)
         if model != MODEL:
             raise ApiError(404, f"there is no model {model!r:.80}; the one served is {MODEL!r}", code="model_not_found")
         return model_body(started)

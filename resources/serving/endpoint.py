@@ -23,6 +23,7 @@ from furlong.resources.serving.ask import Ask, read_ask
 from furlong.resources.serving.completion import Completion
 from furlong.resources.serving.errors import ApiError
 from furlong.resources.serving.journal import Journal
+from furlong.resources.serving.keys import Keys
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Endpoint:
         journal: str | Path,
         matcher: Matcher = loose_tool_call,
         most: int = 256,
+        key: str = "",
     ):
         """
         Args:
@@ -85,7 +87,9 @@ class Endpoint:
             journal: folder for the sessions; those it holds are open again.
             matcher: tells which messages of a request are those of the session.
             most: replies that may be under way; further ones are refused with 429.
+            key: opens everything that is served; a random one when empty.
         """
+        self.keys = Keys(key)
         self.template, self.defaults, self.most = template, defaults, most
         self.address = ""
         """http://host:port, once served."""

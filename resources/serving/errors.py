@@ -6,6 +6,7 @@ from typing import Any
 
 KINDS = {
     400: "invalid_request_error",
+    401: "authentication_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",

@@ -17,7 +17,8 @@ def ask(base_url: str, question: str, entry: dict[str, Any], turns: int = 2) -> 
     assert os.environ["OPENAI_BASE_URL"] == base_url
     history: list[Any] = [{"role": "user", "content": question}]
     for _ in range(turns):
-        request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps({"messages": history}).encode())
+        data, key = json.dumps({"messages": history}).encode(), os.environ["OPENAI_API_KEY"]
+        request = urllib.request.Request(f"{base_url}/chat/completions", data, {"authorization": f"Bearer {key}"})
         with urllib.request.urlopen(request) as answer:
             reply = json.load(answer)["choices"][0]["message"]
         history += [reply, {"role": "user", "content": entry["more"]}]

@@ -40,6 +40,9 @@ def echo(prompt: str) -> str:
     return f"you said {prompt.split('<|im_start|>user')[-1].split('<|im_end|>')[0].strip()}"
 
 
+BEARER = {"authorization": "Bearer sesame"}
+
+
 @pytest.fixture
 def script() -> Script:
     return Script(make_template("chatml"), echo)
@@ -47,14 +50,14 @@ def script() -> Script:
 
 @pytest.fixture
 def endpoint(script: Script, tmp_path: Path) -> Iterator[Endpoint]:
-    made = Endpoint(script.template, script, DEFAULTS, tmp_path / "journal", most=4)
+    made = Endpoint(script.template, script, DEFAULTS, tmp_path / "journal", most=4, key="sesame")
     with Server(made):
         yield made
         script.open.set()
 
 
 def client(base_url: str, retries: int = 0) -> OpenAI:
-    return OpenAI(base_url=base_url, api_key="none", max_retries=retries, timeout=20)
+    return OpenAI(base_url=base_url, api_key="sesame", max_retries=retries, timeout=20)
 
 
 def create(base_url: str, messages: list | None = None, **parameters):
@@ -109,7 +112,7 @@ def test_streams_say_the_same(endpoint: Endpoint) -> None:
     assert [list(c.values()) for c in calls] == spelled
     assert usage.completion_tokens > 0
     body = {"messages": [USER], "stream": True}
-    with httpx.stream("POST", f"{url}/chat/completions", json=body) as raw:
+    with httpx.stream("POST", f"{url}/chat/completions", json=body, headers=BEARER) as raw:
         lines = [line for line in raw.iter_lines() if line]
     assert raw.headers["content-type"].startswith("text/event-stream")
     assert all(line.startswith("data: ") for line in lines)
@@ -186,7 +189,7 @@ def test_a_reply_that_nobody_waits_for_is_not_part_of_the_conversation(endpoint:
     url = endpoint.open(ID, 7)
     script.open.clear()
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{url}/chat/completions", json={"messages": [USER]}, timeout=0.2)
+        httpx.post(f"{url}/chat/completions", json={"messages": [USER]}, timeout=0.2, headers=BEARER)
     time.sleep(0.1)
     script.open.set()
     wait_for(lambda: endpoint.unrecorded == 1)
@@ -246,7 +249,7 @@ def test_what_cannot_be_honoured_is_refused(endpoint: Endpoint, script: Script) 
     url = endpoint.open(ID, 7)
     for parameters, param in REFUSED:
         if param is None:  # the client would not send it
-            answer = httpx.post(f"{url}/chat/completions", json={"messages": [USER], **parameters})
+            answer = httpx.post(f"{url}/chat/completions", json={"messages": [USER], **parameters}, headers=BEARER)
             assert answer.status_code == 400
             continue
         with pytest.raises(openai.BadRequestError) as told:
@@ -304,11 +307,11 @@ def test_errors_have_their_codes(endpoint: Endpoint, script: Script) -> None:
         create(url, [{"role": "user", "content": "x" * 700}])
     assert told.value.code == "context_length_exceeded"
     for data in (b"", b"{", b"[]", b"[" * 100_000, b"\xff", b'{"n": NaN}', b'{"messages": "\\ud800"}'):
-        assert httpx.post(f"{url}/chat/completions", content=data).status_code == 400
+        assert httpx.post(f"{url}/chat/completions", content=data, headers=BEARER).status_code == 400
     surrogate = b'{"messages": [{"role": "user", "content": "\\ud800"}]}'
-    assert httpx.post(f"{url}/chat/completions", content=surrogate).status_code == 400
+    assert httpx.post(f"{url}/chat/completions", content=surrogate, headers=BEARER).status_code == 400
     assert httpx.get(f"{url}/chat/completions").status_code == 405
-    missing = httpx.post(f"{url}/completions", json={})
+    missing = httpx.post(f"{url}/completions", json={}, headers=BEARER)
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     assert [leaf.finish_reason for leaf in endpoint.take(ID)] == ["length"]
 
@@ -356,7 +359,7 @@ from furlong.resources.serving.endpoint import Defaults, Endpoint
 from furlong.resources.serving.server import Server
 import test_endpoint
 script = Script(make_template("chatml"), test_endpoint.echo)
-endpoint = Endpoint(script.template, script, test_endpoint.DEFAULTS, sys.argv[1])
+endpoint = Endpoint(script.template, script, test_endpoint.DEFAULTS, sys.argv[1], key="sesame")
 server = Server(endpoint)
 print(endpoint.open(test_endpoint.ID, 7), flush=True)
 time.sleep(60)
@@ -394,7 +397,7 @@ def test_sessions_survive_the_death_of_their_process(script: Script, tmp_path: P
         process.kill()
         process.wait()
         process.stdout.close()
-    again = Endpoint(script.template, script, DEFAULTS, tmp_path)
+    again = Endpoint(script.template, script, DEFAULTS, tmp_path, key="sesame")
     with Server(again):
         url = again.open(ID, 7)
         while len(given) < 8:
@@ -403,7 +406,7 @@ def test_sessions_survive_the_death_of_their_process(script: Script, tmp_path: P
             history.extend([reply.model_dump(), {"role": "user", "content": f"more {len(given)}"}])
         survived = again.take(ID)
     # the last reply may have been written down and not given out: then it was asked for again
-    uninterrupted = Endpoint(script.template, script, DEFAULTS, tmp_path / "other")
+    uninterrupted = Endpoint(script.template, script, DEFAULTS, tmp_path / "other", key="sesame")
     with Server(uninterrupted):
         url, history = uninterrupted.open(ID, 7), [USER]
         for turn in range(8):
@@ -433,7 +436,7 @@ def test_a_torn_line_is_forgotten_and_a_damaged_one_is_named(
         if cut > len(one) + 40:
             break
     path.write_bytes(two[:-1])
-    again = Endpoint(script.template, script, DEFAULTS, path.parent)
+    again = Endpoint(script.template, script, DEFAULTS, path.parent, key="sesame")
     with Server(again):
         create(again.open(ID, 7), [USER, reply, USER])
         assert [t.turns for t in again.take(ID)] == [2]
@@ -485,7 +488,7 @@ def test_opening_again_goes_on_and_another_try_begins_anew(endpoint: Endpoint) -
 
 
 def test_a_server_that_cannot_start_says_so_and_stops_for_good(script: Script, tmp_path: Path) -> None:
-    endpoint = Endpoint(script.template, script, DEFAULTS, tmp_path)
+    endpoint = Endpoint(script.template, script, DEFAULTS, tmp_path, key="sesame")
     with pytest.raises(RuntimeError, match="no address"):
         endpoint.open(ID, 1)
     with Server(endpoint) as server:
@@ -497,3 +500,27 @@ def test_a_server_that_cannot_start_says_so_and_stops_for_good(script: Script, t
     server.stop()
     with pytest.raises(openai.APIConnectionError):
         create(url)
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer none", "Basic sesame", "sesame", "Bearer sesamé"])
+def test_without_its_key_nothing_is_served(endpoint: Endpoint, header: str | None) -> None:
+    url = endpoint.open(ID, 7)
+    headers = {} if header is None else {"authorization": header.encode()}
+    body = {"messages": [USER]}
+    for base in (url, f"{endpoint.address}/v1"):
+        answers = [httpx.post(f"{base}/chat/completions", json=body, headers=headers)]
+        answers += [httpx.get(f"{base}/models", headers=headers)]
+        for answer in answers:
+            assert answer.status_code == 401
+            assert "OPENAI_API_KEY" in answer.json()["error"]["message"]
+            assert "sesame" not in answer.text
+    assert endpoint.take(ID) == []
+
+
+def test_a_session_s_key_opens_no_other_session(endpoint: Endpoint) -> None:
+    mine, other = endpoint.open(ID, 7), endpoint.open(f"{ID}x", 8)
+    headers, body = {"authorization": f"Bearer {endpoint.keys.of(ID)}"}, {"messages": [USER]}
+    assert httpx.post(f"{mine}/chat/completions", json=body, headers=headers).status_code == 200
+    for base in (other, f"{endpoint.address}/v1"):
+        assert httpx.post(f"{base}/chat/completions", json=body, headers=headers).status_code == 401
+    assert endpoint.take(f"{ID}x") == []

@@ -73,7 +73,8 @@ def test_a_group_of_agents(endpoint: Endpoint, script: Script) -> None:
 
 def test_a_shell_command(endpoint: Endpoint, script: Script) -> None:
     body = '{"messages": [{"role": "user", "content": "hi"}]}'
-    program = f"cat > /dev/null; curl -sf --json '{body}' $OPENAI_BASE_URL/chat/completions || exit 3"
+    ask = f"""curl -sf -H "Authorization: Bearer $OPENAI_API_KEY" --json '{body}' $OPENAI_BASE_URL/chat/completions"""
+    program = f"cat > /dev/null; {ask} || exit 3"
     if os.system("command -v curl > /dev/null"):
         pytest.skip("no curl")
     ((trajectory,),) = play(endpoint, program)

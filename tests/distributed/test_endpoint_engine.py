@@ -55,7 +55,7 @@ class Recorder:
 
 
 def serve(template: ChatTemplate, draw, folder: Path, temperature: float = 1.0, matcher=replies_in_place) -> Endpoint:
-    return Endpoint(template, draw, Defaults(temperature, 120, 60.0, 2048), folder, matcher)
+    return Endpoint(template, draw, Defaults(temperature, 120, 60.0, 2048), folder, matcher, key="x")
 
 
 def start_engine(model: LlamaForCausalLM, folder: Path, template: ChatTemplate) -> LocalEngine:
