@@ -26,7 +26,7 @@ def object_store(log: Path) -> Iterator[dict[str, str]]:
             [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=out, stderr=out
         )
     env = {
-        "AWS_ACCESS_KEY_ID": "furlong", "AWS_SECRET_ACCESS_KEY": "not-a-secret", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "furlong", "AWS_SECRET_ACCESS_KEY": "a-secret-that-no-file-may-hold", "AWS_REGION": "us-east-1",
         "AWS_DEFAULT_REGION": "us-east-1", "AWS_ENDPOINT_URL": address, "AWS_ALLOW_HTTP": "true",
     }  # fmt: skip
     try:

@@ -35,3 +35,7 @@ def test_a_run_in_an_object_store(place, tmp_path, monkeypatch):
         finally:
             stop_cluster(afar.placement)
     assert not (tmp_path / "root" / "lake").exists()
+    files = [path for path in (tmp_path / "root").rglob("*") if path.is_file()]
+    secret = env["AWS_SECRET_ACCESS_KEY"].encode()
+    assert not [path for path in files if secret in path.read_bytes()]
+    assert any(b"anchored" in path.read_bytes() for path in files if path.suffix == ".db")
