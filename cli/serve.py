@@ -16,7 +16,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 def serve(
     run: Annotated[str, typer.Argument(help="Name of the run.")],
-    version: Annotated[int, typer.Option(help="Weights version; -1 for the newest.")] = -1,
+    version: Annotated[str, typer.Option(help="A weights version's number or tag; empty for the newest.")] = "",
     port: Annotated[int, typer.Option(help="Port on this machine; 0 for any free one.")] = 8000,
 ) -> None:
     """Serve a weights version of a run until Ctrl-C; nothing that is drawn here is trained on."""
@@ -28,11 +28,12 @@ def serve(
     from furlong.resources.serving.endpoint import Defaults, Endpoint
     from furlong.resources.serving.server import Server, ServerError
     from furlong.resources.system import System
+    from furlong.resources.weights.tags import TagError, tagged_version
 
     try:
         placement = Placement.from_env()
         with System(placement).holding(run) as lent:
-            at = newest_live(lent.lake, run) if version < 0 else version
+            at = tagged_version(lent.lake, run, version) if version else newest_live(lent.lake, run)
             engines = lent.engines_at(at)
             sampling, deadline = lent.spec.sampling, placement.reply_deadline
             defaults = Defaults(sampling.temperature, sampling.max_new_tokens, deadline, lent.context_length)
@@ -47,6 +48,6 @@ def serve(
                 threading.Event().wait()
     except KeyboardInterrupt:
         console.print("ended")
-    except (SpecError, StageError, LockHeld, ServerError) as err:
+    except (SpecError, StageError, TagError, LockHeld, ServerError) as err:
         console.print(str(err), style="red", markup=False)
         raise typer.Exit(1) from err

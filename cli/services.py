@@ -17,7 +17,7 @@ console = Console(highlight=False, soft_wrap=True)
 def ui(
     port: Annotated[int | None, typer.Option(help="Port; by default 3000 or, if taken, a free one.")] = None,
 ) -> None:
-    """Open the Dagster UI on this root's runs, until Ctrl-C."""
+    """Open the Dagster UI on this root's runs, until Ctrl-C; runs that it launched go on."""
     from furlong.ops.spec import Placement
     from furlong.resources.services import serve
     from furlong.resources.services import ui as start
@@ -30,7 +30,7 @@ def ui(
             with start(placement, port) as running:
                 console.print(f"Dagster UI: {running.url}   (Ctrl-C ends it)")
                 console.print(f"MLflow:     {running.mlflow or 'not started, as port 5000 is taken'}")
-                serve(placement, running)
+                serve(placement, running, console.print)
         except KeyboardInterrupt:
             console.print("ended")
 
@@ -42,6 +42,7 @@ def status() -> None:
     from furlong.resources.processes import mark, marked
     from furlong.resources.ray_head import running_head
     from furlong.resources.run_lock import driven_runs
+    from furlong.resources.stopping import stopped_runs
 
     with _plain_errors():
         placement = Placement.from_env()
@@ -58,22 +59,24 @@ def status() -> None:
                 console.print(f"actor    {name.role} of run {name.run}, {age} ({name.code})")
         for run, pid in driven_runs(placement.folder).items():
             console.print(f"driver   process {pid} drives run {run}")
+        for run, stop in stopped_runs(placement.folder).items():
+            console.print(f"stopped  run {run}, {stop.reason}; `furlong resume {run}` lets it go on", markup=False)
         services = marked(mark("ui", placement.folder))
         console.print(f"ui       {f'{len(services)} processes' if services else 'not running'}")
 
 
 def down() -> None:
-    """End the UI and Ray of this root, with all actors; runs continue from their last committed step."""
+    """End the UI, the runs that it launched and Ray of this root; runs can be continued after their last committed step."""
     from furlong.ops.spec import Placement
     from furlong.resources.cluster import stop_cluster
     from furlong.resources.run_lock import driven_runs
-    from furlong.resources.services import stop_ui
+    from furlong.resources.services import end_ui, stop_workers
 
     with _plain_errors():
         placement = Placement.from_env()
         for run, pid in driven_runs(placement.folder).items():
-            console.print(f"[yellow]run {run} is being driven by process {pid} and will fail[/yellow]")
-        ended = [*stop_ui(placement), *stop_cluster(placement)]
+            console.print(f"[yellow]run {run} is being driven by process {pid} and will be stopped[/yellow]")
+        ended = [*end_ui(placement), *stop_workers(placement), *stop_cluster(placement)]
         for line in ended:
             console.print(f"ended {line}", markup=False)
         if not ended:

@@ -28,7 +28,7 @@ def list_versions(run: RunName = "") -> None:
     """Show every version of a run, and its tags."""
     from furlong.cli.weights_view import versions_table
 
-    with _opened(run) as (lake, name, _):
+    with opened(run) as (lake, name, _):
         console.print(versions_table(lake, name))
 
 
@@ -45,7 +45,7 @@ def rebuild(
     from furlong.resources.weights.run_model import run_model
     from furlong.resources.weights.tags import tagged_version
 
-    with _opened(run) as (lake, name, placement):
+    with opened(run) as (lake, name, placement):
         number = tagged_version(lake, name, version)
         row = full_row(lake, name, number)
         _, spec, model = run_model(lake, name, placement)
@@ -61,7 +61,7 @@ def verify(run: RunName = "") -> None:
     from furlong.resources.weights.run_model import run_model
     from furlong.resources.weights.verify import verify_run
 
-    with _opened(run) as (lake, name, placement):
+    with opened(run) as (lake, name, placement):
         base = run_model(lake, name, placement)[2].path
         good = bad = 0
         for verdict in verify_run(lake, name, str(base)):
@@ -84,7 +84,7 @@ def tag(
     """Give a live version a name, whatever the name meant before; a tagged version is never collected."""
     from furlong.resources.weights.tags import set_tag, tagged_version
 
-    with _opened(run) as (lake, run_name, _):
+    with opened(run) as (lake, run_name, _):
         number = tagged_version(lake, run_name, version)
         set_tag(lake, run_name, name, number)
         console.print(f"{name} is version {number} of run {run_name}", markup=False)
@@ -95,7 +95,7 @@ def untag(name: Annotated[str, typer.Argument(metavar="NAME", help="The tag.")],
     """Take a tag away."""
     from furlong.resources.weights.tags import remove_tag
 
-    with _opened(run) as (lake, run_name, _):
+    with opened(run) as (lake, run_name, _):
         number = remove_tag(lake, run_name, name)
         console.print(f"version {number} of run {run_name} is no longer {name}", markup=False)
 
@@ -115,7 +115,7 @@ def collect(
     from furlong.resources.weights.retention import collection_plan
     from furlong.resources.weights.run_model import run_model
 
-    with _opened(run) as (lake, name, placement):
+    with opened(run) as (lake, name, placement):
         if dry_run:
             print_plan(console, name, collection_plan(lake, name, keep_last), done=False)
             return
@@ -138,7 +138,7 @@ def publish_draft(
     from furlong.resources.system import System
     from furlong.resources.weights.draft_folder import draft_shape, read_fitting_draft
 
-    with _opened(run) as (_, name, placement), System(placement).holding(name) as lent:
+    with opened(run) as (_, name, placement), System(placement).holding(name) as lent:
         check_publishable(lent)
         shape = draft_shape(lent.spec, lent.model.path)
         layers = read_architecture(str(lent.model.path)).layers
@@ -148,7 +148,7 @@ def publish_draft(
 
 
 @contextmanager
-def _opened(run: str) -> Iterator[tuple[Lake, str, Placement]]:
+def opened(run: str) -> Iterator[tuple[Lake, str, Placement]]:
     """The lake and the run meant. What a person can act on is shown as its message alone: status 2 for a wrong question,
     1 for what is wrong in the lake."""
     from furlong.ops.policy.manifest import ModelError
@@ -163,6 +163,7 @@ def _opened(run: str) -> Iterator[tuple[Lake, str, Placement]]:
     from furlong.resources.weights.anchors import AnchorError
     from furlong.resources.weights.export import ExportError
     from furlong.resources.weights.rebuild import RebuildError
+    from furlong.resources.weights.run_model import only_run
     from furlong.resources.weights.tags import TagError
 
     faults = (
@@ -171,24 +172,10 @@ def _opened(run: str) -> Iterator[tuple[Lake, str, Placement]]:
     try:
         placement = Placement.from_env()
         lake = Lake(placement.lake_uri())
-        yield lake, _only_run(lake, run), placement
+        yield lake, only_run(lake, run), placement
     except (SpecError, TagError) as err:
         errors.print(str(err), style="red", markup=False)
         raise typer.Exit(2) from err
     except (*faults, StaleFence) as err:
         errors.print(str(err), style="red", markup=False)
         raise typer.Exit(1) from err
-
-
-def _only_run(lake: Lake, run: str) -> str:
-    from furlong.ops.spec import SpecError
-    from furlong.resources.weights.run_model import known_runs, run_row
-
-    if run:
-        return run_row(lake, run)["run"]
-    known = known_runs(lake)
-    if not known:
-        raise SpecError(f"the lake {lake.uri} has no runs; set FURLONG_ROOT or FURLONG_LAKE, or start a run first")
-    if len(known) > 1:
-        raise SpecError(f"the lake {lake.uri} has runs {', '.join(known)}; choose one with --run")
-    return known[0]

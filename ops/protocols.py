@@ -85,6 +85,8 @@ class Sample:
     routing: Routing | None = None
     """For models with experts: every forward pass that was the first of its token. It begins at position 0, or, after
     a prefix, at the prefix's last token, since the earlier ones were recorded with it."""
+    drafted: tuple[bool, ...] | None = None
+    """Whether each token was a draft's proposal that was accepted; None from an engine without a draft."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +267,9 @@ class StepMetrics:
     """Effective sample size, as a share, of the weights exp(d)."""
     tokens_reached: tuple[int, ...]
     """For each trajectory, the tokens whose gradient went through the whole network and into the optimiser."""
+    scores: tuple[float | None, ...] = field(default=(), compare=False)
+    """Of each trained token, in order: the trainer's log-probability that the mismatch is made of; None where the token was
+    not compared."""
     value_loss: float | None = None
     """Loss of the value model before its first update; None, as what follows, where there is none."""
     value_explained: float | None = None

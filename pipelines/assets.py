@@ -7,15 +7,22 @@ Each asset's work is a stage in `ops/stages`; here it gets its partition, its pl
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from dagster import AssetExecutionContext, Config, MaterializeResult, ResourceParam, asset
 from pydantic import Field
 
 from furlong.ops.stages.context import StageReport, StepKey
 from furlong.pipelines.acceptance_check import CHECK, check_result
+from furlong.pipelines.checks import SPECS, check_results
+from furlong.pipelines.guard import training
 from furlong.pipelines.metadata import metadata
 from furlong.pipelines.partitions import STEPS, parse_partition_key, partition_key
 from furlong.resources.system import System
+
+if TYPE_CHECKING:
+    from furlong.resources.runs import OpenRun
 
 PER_STEP = {"partitions_def": STEPS, "group_name": "rl", "pool": "trainer"}
 
@@ -36,7 +43,10 @@ class Repeat(Config):
 @asset(group_name="rl", kinds={"deltalake"}, pool="trainer")
 def prompts(context: AssetExecutionContext, config: NewRun, system: ResourceParam[System]) -> MaterializeResult:
     """A version of the prompt table: questions with stable ids, deduplicated, split by question, each with its verifier."""
-    run, _ = parse_partition_key(context.run.tags["dagster/partition"])
+    partition = context.run.tags["dagster/partition"]
+    run, _ = parse_partition_key(partition)
+    # Whoever launches by name alone, as a sensor or a script does, has not added it.
+    context.instance.add_dynamic_partitions(STEPS.name, [partition])
     system.ensure_run(run, config.spec, {"seed": config.seed})
     return _materialise(context, system, "prompts", StepKey(run, 1))
 
@@ -45,7 +55,7 @@ def prompts(context: AssetExecutionContext, config: NewRun, system: ResourcePara
 def rollouts(context: AssetExecutionContext, config: Repeat, system: ResourceParam[System]) -> MaterializeResult:
     """The groups of trajectories drawn for this step: tokens, log-probabilities, weights versions."""
     key = _key(context, system, config.attempt)
-    with system.driving(key.run, dagster_run=context.run_id) as run:
+    with _driving(context, system, key.run) as run:
         report = run.perform("rollouts", key)
         return MaterializeResult(metadata=metadata(report, run), check_results=[check_result(run)])
 
@@ -56,17 +66,20 @@ def rewards(context: AssetExecutionContext, system: ResourceParam[System]) -> Ma
     return _materialise(context, system, "rewards", _key(context, system))
 
 
-@asset(**PER_STEP, deps=[rollouts, rewards], kinds={"ray", "pytorch", "deltalake"})
+@asset(**PER_STEP, deps=[rollouts, rewards], kinds={"ray", "pytorch", "deltalake"}, check_specs=SPECS)
 def train_step(context: AssetExecutionContext, system: ResourceParam[System]) -> MaterializeResult:
     """The record of one optimiser step: batch, advantages, loss, mismatch, digests before and after."""
-    return _materialise(context, system, "train_step", _key(context, system))
+    key = _key(context, system)
+    with _driving(context, system, key.run) as run:
+        facts = metadata(run.perform("train_step", key), run)
+        return MaterializeResult(metadata=facts, check_results=check_results(run, key))
 
 
 @asset(**PER_STEP, deps=[train_step], kinds={"ray", "deltalake"})
 def weight_publish(context: AssetExecutionContext, system: ResourceParam[System]) -> MaterializeResult:
     """One new weights version: staged on every engine, proved tensor by tensor, flipped on all at once, attested."""
     key = _key(context, system)
-    with system.driving(key.run, dagster_run=context.run_id) as run:
+    with _driving(context, system, key.run) as run:
         result = MaterializeResult(metadata=metadata(run.perform("weight_publish", key), run))
         if key.step < run.spec.steps:
             context.instance.add_dynamic_partitions(STEPS.name, [partition_key(key.run, key.step + 1)])
@@ -78,7 +91,7 @@ def evals(context: AssetExecutionContext, system: ResourceParam[System]) -> Iter
     """Accuracy on held-out questions. Only the first and the last step are due, and what `evals.every` adds; the
     partitions of other steps stay missing."""
     key = _key(context, system)
-    with system.driving(key.run, dagster_run=context.run_id) as run:
+    with _driving(context, system, key.run) as run:
         report = run.perform("evals", key)
         run.finish()
         if report.values:
@@ -90,7 +103,13 @@ def _key(context: AssetExecutionContext, system: System, attempt: int = 0) -> St
     return system.step_key(run, step, attempt)
 
 
+@contextmanager
+def _driving(context: AssetExecutionContext, system: System, name: str) -> Iterator["OpenRun"]:
+    with training(context, system, name), system.driving(name, dagster_run=context.run_id) as run:
+        yield run
+
+
 def _materialise(context: AssetExecutionContext, system: System, stage: str, key: StepKey) -> MaterializeResult:
-    with system.driving(key.run, dagster_run=context.run_id) as run:
+    with _driving(context, system, key.run) as run:
         report: StageReport = run.perform(stage, key)
         return MaterializeResult(metadata=metadata(report, run))

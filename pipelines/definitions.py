@@ -4,8 +4,13 @@ from dagster import AssetSelection, Definitions, define_asset_job, in_process_ex
 
 from furlong.pipelines import assets
 from furlong.pipelines.hf_checkpoint import hf_checkpoint
+from furlong.pipelines.jobs import JOBS
+from furlong.pipelines.lineage_page import lineage_page
 from furlong.pipelines.rl_run import rl_run
 from furlong.resources.system import System
+
+PATIENCE = 900.0
+"""Seconds that a run launched here waits for another process, such as `furlong demo`, to be done with the same run."""
 
 FLOW = [
     assets.prompts,
@@ -23,9 +28,9 @@ rl_step = define_asset_job(
 )
 
 defs = Definitions(
-    assets=[*FLOW, hf_checkpoint],
-    jobs=[rl_step, rl_run],
+    assets=[*FLOW, hf_checkpoint, lineage_page],
+    jobs=[rl_step, rl_run, *JOBS],
     # The heavy work is in Ray actors; a process per asset would only add its start-up to each stage.
     executor=in_process_executor,
-    resources={"system": System()},
+    resources={"system": System(patience=PATIENCE)},
 )

@@ -1,7 +1,10 @@
 """`hf_checkpoint`: the weights of a step as a folder that other software loads, on demand.
 
-It is no part of the jobs: it copies a whole model, and any version that is not collected can be exported at any time.
+It is no part of the jobs that train: it copies a whole model, and any version that is not collected can be exported at
+any time.
 """
+
+from typing import TYPE_CHECKING, Any
 
 from dagster import (
     AssetCheckResult,
@@ -16,6 +19,9 @@ from dagster import (
 from furlong.pipelines.assets import PER_STEP, weight_publish
 from furlong.pipelines.partitions import parse_partition_key
 from furlong.resources.system import System
+
+if TYPE_CHECKING:
+    from furlong.resources.weights.checkpoint import Checkpoint, Comparison
 
 CHECK = AssetCheckSpec(
     "reloads_to_the_same_logits",
@@ -33,18 +39,30 @@ def hf_checkpoint(context: AssetExecutionContext, system: ResourceParam[System])
     run, step = parse_partition_key(context.partition_key)
     exported = export_checkpoint(system.placement, run, step)
     compared = compare_logits(system.placement, run, exported)
-    told = {"reason": compared.reason, "prompts": compared.prompts, "logits": compared.logits}
     return MaterializeResult(
-        metadata={
-            "path": MetadataValue.path(str(exported.folder)),
-            "run": run,
-            "step": step,
-            "version": exported.version,
-            "weights_digest": exported.weights_digest,
-            "files_digest": exported.files_digest,
-            "size_bytes": exported.size,
-            "already_exported": not exported.wrote,
-            "model_card": MetadataValue.md((exported.folder / "README.md").read_text().split("---\n", 2)[-1]),
-        },
-        check_results=[AssetCheckResult(passed=compared.passed, check_name=CHECK.name, metadata=told)],
+        metadata={"run": run, "step": step, **checkpoint_facts(exported)},
+        check_results=[
+            AssetCheckResult(passed=compared.passed, check_name=CHECK.name, metadata=comparison_facts(compared))
+        ],
     )
+
+
+def checkpoint_facts(exported: "Checkpoint") -> dict[str, Any]:
+    """Metadata of an exported folder."""
+    card = exported.folder / "README.md"
+    facts = {
+        "path": MetadataValue.path(str(exported.folder)),
+        "version": exported.version,
+        "weights_digest": exported.weights_digest,
+        "files_digest": exported.files_digest,
+        "size_bytes": exported.size,
+        "already_exported": not exported.wrote,
+    }
+    if card.is_file():
+        facts["model_card"] = MetadataValue.md(card.read_text().split("---\n", 2)[-1])
+    return facts
+
+
+def comparison_facts(compared: "Comparison") -> dict[str, Any]:
+    """Metadata of the check that a folder reloads."""
+    return {"reason": compared.reason, "prompts": compared.prompts, "logits": compared.logits}

@@ -19,7 +19,9 @@ def lineage_page(context: AssetExecutionContext, system: ResourceParam[System]) 
     lake = Lake(system.placement.lake_uri())
     row = committed_step(lake, run, step)
     if row is None:
-        raise StageError(f"{run} step {step}: there is no record of it, so it made no weights; materialise train_step first")
+        raise StageError(
+            f"{run} step {step}: there is no record of it, so it made no weights; materialise train_step first"
+        )
     path, told = write_page(system.placement, lake, run, row["version_after"])
     return MaterializeResult(
         metadata={

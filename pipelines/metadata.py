@@ -6,6 +6,7 @@ from dagster import MetadataValue
 
 from furlong.ops.plots import line_plot, lines_plot
 from furlong.ops.stages.context import StageReport
+from furlong.pipelines.column_lineage import table_metadata
 
 if TYPE_CHECKING:
     from furlong.resources.runs import OpenRun
@@ -30,6 +31,10 @@ def metadata(report: StageReport, run: "OpenRun") -> dict[str, Any]:
         "attempt": report.key.attempt,
         "sql": MetadataValue.md(f"```sql\n{_sql(report)}\n```"),
     }
+    facts |= table_metadata(report.stage)
+    if report.stage == "weight_publish":
+        version = report.values["version"]
+        facts["lineage"] = MetadataValue.md(f"`furlong lineage weights v{version} --run {report.key.run}`")
     for commit in report.commits:
         facts[f"{commit.table}_rows"] = commit.rows
         facts[f"{commit.table}_delta_version"] = commit.version

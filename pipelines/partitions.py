@@ -1,10 +1,11 @@
-"""One dynamic partition per RL step, `<run>-<00012>`."""
+"""One dynamic partition per RL step, `<run>-<00012>`, and one per run of a grid, its name."""
 
 import re
 
 from dagster import DynamicPartitionsDefinition
 
 STEPS = DynamicPartitionsDefinition(name="rl_step")
+RUNS = DynamicPartitionsDefinition(name="rl_run")
 _KEY = re.compile(r"^(?P<run>[a-z][a-z0-9_-]*)-(?P<step>\d{5})$")
 
 

@@ -23,12 +23,19 @@ from pydantic import Field
 from furlong.ops.stages.context import STAGES, StageReport, StepKey
 from furlong.ops.stages.evals import evals_before
 from furlong.pipelines.acceptance_check import check_event
+from furlong.pipelines.checks import check_events
+from furlong.pipelines.guard import training
 from furlong.pipelines.metadata import metadata
 from furlong.pipelines.partitions import STEPS, partition_key
+from furlong.resources.stopping import stopped
 from furlong.resources.system import System
 
 if TYPE_CHECKING:
     from furlong.resources.runs import OpenRun
+
+
+LAST_STEP = "furlong/last_step"
+"""Tag of a Dagster run that names the step at which its block ends; re-executions inherit it."""
 
 
 class Block(Config):
@@ -43,23 +50,42 @@ class Block(Config):
     overrides: dict[str, Any] = Field({}, description="Dotted spec keys, e.g. {algorithm.learning_rate: 2.0e-5}.")
 
 
-@op
+@op(pool="trainer")
 def block(context: OpExecutionContext, config: Block, system: ResourceParam[System]) -> None:
     """Take the run's next steps."""
     name = system.start_run(config.spec, {"seed": config.seed, **config.overrides}, config.run)
+    take_block(context, system, name, config.steps)
+
+
+def take_block(context: OpExecutionContext, system: System, name: str, steps: int) -> None:
+    """Take the next `steps` steps of a run that is in the lake (0: all that are left), for a job or for an asset."""
     context.log.info(f"run {name}: connecting to Ray, engine and trainer, which takes some seconds")
-    with system.driving(name, dagster_run=context.run_id) as run, Events(context, run) as events:
+    driving = system.driving(name, dagster_run=context.run_id)
+    with training(context, system, name), driving as run, Events(context, run) as events:
         events.log(run.perform("prompts", StepKey(name, 1)))
         first = run.next_step()
-        last = min(run.spec.steps, first + config.steps - 1) if config.steps else run.spec.steps
-        todo = f"steps {first} to {last} of {run.spec.steps}" if first <= last else "complete, nothing to do"
+        last = last_step(context, first, steps, run.spec.steps)
+        todo = f"steps {first} to {last} of {run.spec.steps}" if first <= last else "nothing is left to do"
         context.log.info(f"run {name}: {todo}")
         for step in range(first, last + 1):
+            if mark := stopped(system.placement.folder, name):
+                context.log.info(f"run {name} ends before step {step}, as it was stopped: {mark.reason}")
+                break
             with run.step_timer(step):
                 # Only the first of these steps can have been begun, and so repeated, before.
                 _take(run, events, system.step_key(name, step) if step == first else StepKey(name, step))
             context.log.info(f"step {step} of {run.spec.steps}: reward {run.series('reward_mean')[-1][1]:.3f}")
         run.finish()
+
+
+def last_step(context: OpExecutionContext, first: int, steps: int, most: int) -> int:
+    """The step at which a block ends; tried again or re-executed, it ends where it was to end at first."""
+    tags = context.instance.get_run_by_id(context.run_id).tags
+    if LAST_STEP in tags:
+        return int(tags[LAST_STEP])
+    last = min(most, first + steps - 1) if steps else most
+    context.instance.add_run_tags(context.run_id, {LAST_STEP: str(last)})
+    return last
 
 
 def _take(run: "OpenRun", events: "Events", key: StepKey) -> None:
@@ -85,23 +111,35 @@ class Events:
         self._context, self._run = context, run
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="events")
         self._waiting: deque[Future] = deque()
+        self._passed: dict[str, bool] = {}
 
     def log(self, report: StageReport) -> None:
         """Queue the materialisation of a stage; raises if an earlier one could not be written."""
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft().result()
-        checked = check_event(self._run) if report.stage == "rollouts" and self._run.spec.draft else None
+        checked = self._checked(report)
         self._waiting.append(self._pool.submit(self._write, report, metadata(report, self._run), checked))
 
-    def _write(self, report: StageReport, facts: dict[str, Any], checked: AssetCheckEvaluation | None) -> None:
+    def _write(self, report: StageReport, facts: dict[str, Any], checked: list[AssetCheckEvaluation]) -> None:
         partition = None
         if report.stage != "prompts":
             partition = partition_key(report.key.run, report.key.step)
             self._context.instance.add_dynamic_partitions(STEPS.name, [partition, *self._next(report)])
         event = AssetMaterialization(AssetKey(report.stage), partition=partition, metadata=facts)
         self._context.log_event(event)
-        if checked:
-            self._context.log_event(checked)
+        for verdict in checked:
+            self._context.log_event(verdict)
+
+    def _checked(self, report: StageReport) -> list[AssetCheckEvaluation]:
+        """Verdicts worth an event: all of the block's first step, later those that failed or are other than before."""
+        if report.stage == "rollouts":
+            return [check_event(self._run)] if self._run.spec.draft else []
+        if report.stage != "train_step":
+            return []
+        told = {event.check_name: event for event in check_events(self._run, report.key)}
+        news = [event for name, event in told.items() if not event.passed or self._passed.get(name) != event.passed]
+        self._passed = {name: event.passed for name, event in told.items()}
+        return news
 
     def _next(self, report: StageReport) -> list[str]:
         """The partition that a published step opens, for a person to materialise it with `rl_step`."""

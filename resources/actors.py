@@ -221,6 +221,11 @@ def _ask(actor: Actor, method: str, args: tuple[Any, ...], group: str, until: fl
             if not cluster_lives(actor.placement):
                 raise ActorLost(_obituary(actor, what, "Ray's head has ended"))
         return ray.get(ref)
+    except SystemError as err:
+        if isinstance(err.__cause__, Exception | None):
+            raise
+        # A signal handler raised within Ray's compiled code, which says so in its own way.
+        raise err.__cause__ from None
     except ray.exceptions.RayTaskError as err:
         raise RuntimeError(f"{actor.name.role}.{what} could not be called: {err.cause!r}; see {actor.log}") from err
     except ray.exceptions.RayError as err:

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from furlong.ops.spec import Placement
-from furlong.resources.run_lock import driven_runs
 
 SETTINGS = Path(__file__).resolve().parent.parent / "dagster.yaml"
 
@@ -33,18 +32,21 @@ def ensure_dagster_home(placement: Placement) -> Path:
 
 
 def close_orphaned_runs(placement: Placement) -> list[str]:
-    """Record as failed the Dagster runs whose process was killed, and return their ids.
+    """Record as failed the Dagster runs whose process is gone, and return their ids; those with a live one go on.
 
-    They would count as running for ever, and with one run at a time nothing else would leave the queue. A live run
-    drives a furlong run, so while any is driven nothing is closed.
+    They would count as running for ever and keep their places in the pools. The daemon launches them again, as it does
+    with those that it loses itself (`run_retries` in dagster.yaml).
     """
-    if driven_runs(placement.folder):
-        return []
     from dagster import DagsterInstance, DagsterRunStatus, RunsFilter
+
+    from furlong.resources.run_launcher import is_lost
 
     unfinished = [DagsterRunStatus.STARTING, DagsterRunStatus.STARTED, DagsterRunStatus.CANCELING]
     with DagsterInstance.from_config(str(placement.folder / "dagster")) as instance:
-        runs = instance.get_runs(RunsFilter(statuses=unfinished))
-        for run in runs:
-            instance.report_run_failed(run, "Its process ended without a word; launch it again and it continues.")
-    return [run.run_id for run in runs]
+        lost = [run for run in instance.get_runs(RunsFilter(statuses=unfinished)) if is_lost(instance, run)]
+        for run in lost:
+            if run.status == DagsterRunStatus.CANCELING:
+                instance.report_run_canceled(run, "Its process has ended; launch it again and it continues.")
+            else:
+                instance.report_run_failed(run, "Its process ended without a word; it continues when launched again.")
+    return [run.run_id for run in lost]

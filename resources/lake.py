@@ -187,6 +187,29 @@ class Lake:
             raise FilterError(f"{table}: a retention of {retention_hours} hours is in the future; give 0 or more")
         return self._handle(table).vacuum(retention_hours, dry_run)
 
+    def compact(self, table: str) -> dict[str, int]:
+        """Rewrite a table's many small files as few larger ones, the rows as they are; safe beside writers and readers.
+
+        What was rewritten stays readable in older versions until `vacuum`. A run's partition is never mixed with another's.
+
+        Returns:
+            How many files were `removed` from the newest version, and `added` to it.
+        Raises:
+            LakeError: storage failed, or writers replaced rows each time; the table is as before.
+        """
+        handle = self._handle(table)
+        with handle.lock:
+            for wait in _waits():
+                try:
+                    return handle.compact()
+                except Conflict:
+                    time.sleep(wait)
+        raise _contended(handle)
+
+    def files(self, table: str) -> int:
+        """How many data files the newest version of a table has; 0 when it does not exist yet."""
+        return self._handle(table).files()
+
     def version(self, table: str) -> int | None:
         """The newest Delta version; None when the table does not exist yet."""
         snapshot = self._handle(table).latest()
@@ -202,6 +225,14 @@ class Lake:
     def history(self, table: str, limit: int | None = None) -> list[dict[str, Any]]:
         """Commits, newest first: Delta version, timestamp, operation, and run, step and stage where known."""
         return self._handle(table).history(limit)
+
+    def dataset(self, table: str) -> Any | None:
+        """The newest version as a pyarrow dataset, for engines that push filters and columns down into it; None when the
+        table does not exist yet."""
+        handle = self._handle(table)
+        with handle.lock:
+            snapshot = handle.latest()
+            return None if snapshot is None else handle.dataset(snapshot)
 
     def _handle(self, table: str) -> LakeTable:
         if table not in self._tables:

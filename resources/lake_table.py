@@ -32,6 +32,10 @@ _INDEXED = ("step", "attempt", "version", "base_version")
 _REOPEN_AFTER = 32
 _CHECKPOINT_EVERY = 100
 _ROW_GROUP_BYTES = 64 * 2**20
+_COMPACT_BYTES = 64 * 2**20
+# Groups of rows that a reader of one step can still tell apart, as files no longer can.
+_COMPACT_ROWS = 1024
+_COMPACT_BINARY_ROWS = 8
 # Log clean-up would end time travel after 30 days, and checkpoints are made here, where their failure can be named.
 _HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
 
@@ -182,6 +186,30 @@ class LakeTable:
             table.update_incremental()
             return gone
 
+    def compact(self) -> dict[str, int]:
+        """Rewrite small files as larger ones; see `Lake.compact`. A commit that took a file away meanwhile is a Conflict."""
+        table = self.latest()
+        if table is None:
+            return {"removed": 0, "added": 0}
+        rows = _COMPACT_BINARY_ROWS if self.name in tables.BINARY_TABLES else _COMPACT_ROWS
+        with self.lock, self._naming("compacting it"):
+            # One after another: what is rewritten is held in memory.
+            told = table.optimize.compact(
+                target_size=_COMPACT_BYTES,
+                max_concurrent_tasks=1,
+                writer_properties=_layout(self.name, None, rows),
+                post_commithook_properties=_HOOKS,
+            )
+            table.update_incremental()
+            if told["numFilesAdded"]:
+                table.create_checkpoint()
+            return {"removed": told["numFilesRemoved"], "added": told["numFilesAdded"]}
+
+    def files(self) -> int:
+        """How many data files the newest version has."""
+        table = self.latest()
+        return 0 if table is None else len(table.file_uris())
+
     def history(self, limit: int | None) -> list[dict]:
         with self.lock, self._naming("reading its history"):
             table = self.latest()
@@ -226,6 +254,11 @@ class LakeTable:
                 f"are needed, or others ({'; '.join(odd[:2]) or 'one list is longer'}); {advice}"
             )
 
+    def dataset(self, table: DeltaTable):
+        """All rows of a snapshot, unread."""
+        with self._naming("opening its files"):
+            return self._dataset(table, {})
+
     def _dataset(self, table: DeltaTable, wanted: dict[str, list]):
         return table.to_pyarrow_dataset(file_pruning_predicate=to_sql(wanted) or None, filesystem=self._files())
 
@@ -264,16 +297,19 @@ def _statistics(name: str) -> dict[str, str]:
     return {"delta.dataSkippingStatsColumns": ",".join(indexed)}
 
 
-def _layout(name: str, data: pa.Table) -> WriterProperties:
+def _layout(name: str, data: pa.Table | None, group_rows: int | None = None) -> WriterProperties:
+    """How files are written: for `data`, or, where that is rows of the table read again, with groups of so many rows."""
     if name not in tables.BINARY_TABLES:
-        return WriterProperties(compression="ZSTD", compression_level=1)
+        return WriterProperties(compression="ZSTD", compression_level=1, max_row_group_size=group_rows)
     # Payloads are compressed already; with statistics each would be stored three times.
     plain = ColumnProperties(dictionary_enabled=False, statistics_enabled="NONE")
-    payloads = [field.name for field in data.schema if pa.types.is_large_binary(field.type)]
-    largest = max((pc.max(pc.binary_length(data.column(column))).as_py() or 1 for column in payloads), default=1)
+    payloads = [field.name for field in records.TABLES[name] if pa.types.is_large_binary(field.type)]
+    if group_rows is None:
+        largest = max((pc.max(pc.binary_length(data.column(column))).as_py() or 1 for column in payloads), default=1)
+        group_rows = max(1, min(1024, _ROW_GROUP_BYTES // largest))
     return WriterProperties(
         compression="UNCOMPRESSED",
-        max_row_group_size=max(1, min(1024, _ROW_GROUP_BYTES // largest)),
+        max_row_group_size=group_rows,
         column_properties=dict.fromkeys(payloads, plain),
     )
 

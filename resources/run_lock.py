@@ -20,18 +20,19 @@ class LockHeld(RuntimeError):
 
 
 @contextmanager
-def run_lock(root: Path, run: str) -> Iterator[None]:
+def run_lock(root: Path, run: str, patience: float = FREE_AFTER) -> Iterator[None]:
     """Be the only driver of a run; the lock goes with the process, however that ends.
 
     Args:
         root: the placement's folder.
         run: the run's name.
+        patience: seconds to wait for another driver to be done.
     Raises:
         LockHeld: another driver, named by its pid, is at work on this run.
     """
     path = root / "runs" / run / "lock"
     advice = "wait until it is done, or end it and run the same command: it continues from the last committed step"
-    with exclusive(path, FREE_AFTER, f"run {run} is being driven", advice):
+    with exclusive(path, patience, f"run {run} is being driven", advice):
         yield
 
 

@@ -96,6 +96,10 @@ class OpenRun:
         return load_tokenizer(self.model.path)
 
     @cached_property
+    def template(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
+
+    @cached_property
     def verifier(self) -> VerifierPool:
         worker = VerifierPool(self.placement.verify_deadline)
         worker.start()
@@ -130,7 +134,7 @@ class OpenRun:
     @cached_property
     def player(self) -> Player:
         deadline, context = self.placement.reply_deadline, self.model.context_length
-        return make_player(self.spec, ChatTemplate(self.tokenizer), deadline, context, self.folder)
+        return make_player(self.spec, self.template, deadline, context, self.folder)
 
     @cached_property
     def fence(self) -> int:
@@ -161,6 +165,14 @@ class OpenRun:
                 if party := vars(self).pop(name, None):
                     closing.callback(party.close)
 
+    def disconnect(self) -> None:
+        """Forget everybody who was met, so that each is found or started anew: whoever calls has lost one of them."""
+        self.pause()
+        if verifier := vars(self).pop("verifier", None):
+            verifier.close()
+        for name in ("engines", "trainer", "teacher", "fence"):
+            vars(self).pop(name, None)
+
     @property
     def context_length(self) -> int:
         return self.model.context_length
@@ -190,6 +202,9 @@ class OpenRun:
 
     def render(self, prompt: dict[str, Any]) -> list[int]:
         return self.player.render(prompt)
+
+    def decode(self, ids: list[int]) -> str:
+        return self.template.reply_text(ids)
 
     def play(
         self, tasks: list[Task], prompt: dict[str, Any], draw: Draw, key: str, greedy: bool = False

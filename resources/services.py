@@ -9,7 +9,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,17 @@ from pathlib import Path
 from furlong.ops.spec import Placement
 from furlong.resources.dagster_home import close_orphaned_runs, ensure_dagster_home
 from furlong.resources.processes import end_all, last_lines, mark, marked
+from furlong.resources.run_lock import FREE_AFTER, LockHeld, exclusive
 from furlong.resources.tracking import MLFLOW_PORT
+from furlong.resources.workers import PART, end_workers
 
 HOST = "127.0.0.1"
 USUAL_PORT = 3000
 POLITE_SECONDS = 10.0
 END_DEADLINE = 30.0
+RESTARTS = 5
+RESTARTS_WITHIN = 600.0
+"""More restarts than that within so many seconds, and `serve` gives up: it is not bad luck."""
 # MLflow asks for usage data and starts seven workers for jobs that nothing here submits.
 _QUIET = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 WORKSPACE = Path(__file__).resolve().parent.parent / "workspace.yaml"
@@ -42,11 +48,16 @@ class Ui:
     """Page of MLflow, where the links in Dagster's metadata lead; empty when its port is taken."""
     children: dict[str, subprocess.Popen]
     """By name; each one's output is in `<root>/logs/<name>.log`."""
+    commands: dict[str, list[str]]
+    """What each child was started with, by name."""
 
 
 @contextmanager
 def ui(placement: Placement, port: int | None = None) -> Iterator[Ui]:
     """Dagster's web server and daemon, answering on the loopback address; both are ended on leaving.
+
+    The runs that they launch are no children of theirs and go on, now and when this process is killed; what a killed one
+    left of its children is ended first.
 
     Args:
         placement: its `start_deadline` bounds the start.
@@ -54,30 +65,44 @@ def ui(placement: Placement, port: int | None = None) -> Iterator[Ui]:
     Raises:
         ServiceError: the port is taken, the UI of this root runs already, or a child ended before it answered.
     """
-    if others := marked(mark("ui", placement.folder)):
-        raise ServiceError(f"the UI of {placement.folder} runs already (process {others[0].pid}); `make down` ends it")
-    port = _choose_port(port)
-    ensure_dagster_home(placement)
-    close_orphaned_runs(placement)
-    common = ["-w", str(WORKSPACE), "--log-level", "warning"]
-    web = ["-m", "dagster_webserver", "-h", HOST, "-p", str(port), *common]
-    try:
-        children = {
-            "webserver": _spawn(placement, "webserver", web),
-            "daemon": _spawn(placement, "daemon", ["-m", "dagster._daemon", "run", *common]),
-        }
-        mlflow = _serve_mlflow(placement, children)
-        running = Ui(f"http://{HOST}:{port}", port, mlflow, children)
-        _wait_until_up(placement, running)
-        yield running
-    finally:
+    with _only_one(placement):
+        _down(placement).unlink(missing_ok=True)
         stop_ui(placement)
+        port = _choose_port(port)
+        ensure_dagster_home(placement)
+        close_orphaned_runs(placement)
+        mlflow, commands = _commands(placement, port)
+        try:
+            children = {name: _spawn(placement, name, arguments) for name, arguments in commands.items()}
+            running = Ui(f"http://{HOST}:{port}", port, mlflow, children, commands)
+            _wait_until_up(placement, running)
+            yield running
+        finally:
+            stop_ui(placement)
 
 
-def serve(placement: Placement, running: Ui) -> None:
-    """Wait until something ends it: ServiceError when a child ends, KeyboardInterrupt on Ctrl-C."""
+def serve(placement: Placement, running: Ui, tell: Callable[[str], None] = print) -> None:
+    """Start again what ends of the UI, until Ctrl-C.
+
+    Args:
+        tell: told of each restart, in words.
+    Raises:
+        ServiceError: a child ended again and again, or somebody called `down`; KeyboardInterrupt: somebody had enough.
+    """
+    ends: deque[float] = deque(maxlen=RESTARTS)
     while True:
-        _check(placement, running)
+        for name, child in running.children.items():
+            if child.poll() is None:
+                continue
+            if _down(placement).is_file():
+                raise ServiceError("the UI was ended by `make down`; start it again with `make ui`")
+            if len(ends) == RESTARTS and time.monotonic() - ends[0] < RESTARTS_WITHIN:
+                _check(placement, running)
+            ends.append(time.monotonic())
+            tell(
+                f"the UI's {name} ended with status {child.returncode} and is started again; runs are not touched by that"
+            )
+            running.children[name] = _spawn(placement, name, running.commands[name])
         time.sleep(0.5)
 
 
@@ -86,16 +111,61 @@ def stop_ui(placement: Placement) -> list[str]:
     return end_all(lambda: marked(mark("ui", placement.folder)), POLITE_SECONDS, END_DEADLINE)
 
 
-def _serve_mlflow(placement: Placement, children: dict[str, subprocess.Popen]) -> str:
-    """Serve the runs' metrics, unless a server of their own does; the address that links use, or nothing."""
+def end_ui(placement: Placement) -> list[str]:
+    """As `stop_ui`, for good: a process that serves the UI ends too, instead of starting its children again."""
+    placement.folder.mkdir(parents=True, exist_ok=True)
+    _down(placement).touch()
+    return stop_ui(placement)
+
+
+def _down(placement: Placement) -> Path:
+    """A file whose existence tells whoever serves the UI that it is to end."""
+    return placement.folder / "ui.down"
+
+
+def stop_workers(placement: Placement) -> list[str]:
+    """End the processes that execute Dagster runs, whose runs count as terminated by a person; a line for each."""
+    if not marked(mark(PART, placement.folder)):
+        return []
+    from dagster import DagsterInstance, RunsFilter
+    from dagster._core.storage.dagster_run import IN_PROGRESS_RUN_STATUSES
+
+    from furlong.resources.run_launcher import worker_of
+
+    with DagsterInstance.from_config(str(placement.folder / "dagster")) as instance:
+        for run in instance.get_runs(RunsFilter(statuses=IN_PROGRESS_RUN_STATUSES)):
+            if worker_of(run):
+                instance.report_run_canceling(run)
+        ended = end_workers(placement.folder, POLITE_SECONDS, END_DEADLINE)
+    close_orphaned_runs(placement)
+    return ended
+
+
+@contextmanager
+def _only_one(placement: Placement) -> Iterator[None]:
+    path = placement.folder / "ui.lock"
+    try:
+        with exclusive(path, FREE_AFTER, f"the UI of {placement.folder} runs already, kept", "`make down` ends it"):
+            yield
+    except LockHeld as err:
+        raise ServiceError(str(err)) from err
+
+
+def _commands(placement: Placement, port: int) -> tuple[str, dict[str, list[str]]]:
+    """The address of MLflow's pages, or nothing, and the arguments of each child by its name."""
+    common = ["-w", str(WORKSPACE), "--log-level", "warning"]
+    commands = {
+        "webserver": ["-m", "dagster_webserver", "-h", HOST, "-p", str(port), *common],
+        "daemon": ["-m", "dagster._daemon", "run", *common],
+    }
     uri = placement.mlflow_uri()
     if uri.startswith("http"):
-        return uri
+        return uri, commands
     if not _is_free(MLFLOW_PORT):
-        return ""
+        return "", commands
     address = ["--host", HOST, "--port", str(MLFLOW_PORT), "--workers", "1"]
-    children["mlflow"] = _spawn(placement, "mlflow", ["-m", "mlflow", "ui", "--backend-store-uri", uri, *address])
-    return f"http://{HOST}:{MLFLOW_PORT}"
+    commands["mlflow"] = ["-m", "mlflow", "ui", "--backend-store-uri", uri, *address]
+    return f"http://{HOST}:{MLFLOW_PORT}", commands
 
 
 def _is_free(port: int) -> bool:
@@ -124,7 +194,7 @@ def _spawn(placement: Placement, name: str, arguments: list[str]) -> subprocess.
     path = _log(placement, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | mark("ui", placement.folder) | {"FURLONG_ROOT": str(placement.folder)}
-    with open(path, "wb") as log:
+    with open(path, "ab") as log:
         # A session of its own: Ctrl-C in the terminal is for us, and we end the children in good order.
         return subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,

@@ -12,6 +12,7 @@ from furlong.ops.identity import fingerprint
 from furlong.ops.spec import Placement, RunSpec, SpecError, load_spec
 from furlong.ops.stages.chain import attempts, next_step, one_row
 from furlong.ops.stages.context import StepKey
+from furlong.resources.run_lock import FREE_AFTER, run_lock
 
 RUN_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
@@ -19,9 +20,11 @@ RUN_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 class System:
     """Everything below is connected on first use, so that loading the code location costs nothing."""
 
-    def __init__(self, placement: Placement | None = None, observer: Any = None):
+    def __init__(self, placement: Placement | None = None, observer: Any = None, patience: float = FREE_AFTER):
+        """`patience`: seconds to wait for another driver of the run that is wanted."""
         self._placement = placement
         self._observer = observer
+        self._patience = patience
         self._open: dict[str, Any] = {}
 
     @property
@@ -85,9 +88,7 @@ class System:
     @contextmanager
     def holding(self, name: str) -> Iterator[Any]:
         """An OpenRun that nobody else uses meanwhile, none of whose parties has been met yet."""
-        from furlong.resources.run_lock import run_lock
-
-        with run_lock(self.placement.folder, name):
+        with run_lock(self.placement.folder, name, self._patience):
             if name not in self._open:
                 self._open[name] = self._load(name)
             run = self._open[name]
@@ -96,6 +97,18 @@ class System:
                 yield run
             finally:
                 run.pause()
+
+    def disconnect(self, name: str) -> None:
+        """Meet the parties of a run anew the next time it is held: some of them may be gone."""
+        if name in self._open:
+            self._open[name].disconnect()
+
+    def committed(self, tables: tuple[str, ...]) -> tuple[int | None, ...]:
+        """The newest Delta version of each table, to tell whether anything was committed since."""
+        from furlong.resources.lake import Lake
+
+        lake = Lake(self.placement.lake_uri())
+        return tuple(lake.version(table) for table in tables)
 
     def step_key(self, run: str, step: int, attempt: int = 0) -> StepKey:
         """The key of a step; attempt 0 means the current one."""

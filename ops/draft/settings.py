@@ -22,9 +22,10 @@ class DraftSettings:
     kind: str = "eagle3"
     """`eagle3`: one layer that proposes token after token; `block`: all proposals in one pass over a block of slots."""
     proposals: int = 4
-    """Tokens that the draft proposes before the policy verifies them (k)."""
+    """Tokens that the draft proposes one after the other before the policy verifies them (k): a tree's levels."""
     width: int = 1
-    """Alternatives proposed per token: 1 is a chain, more a tree (`eagle3` only)."""
+    """Tokens proposed in each place: 1 is a chain. More is a tree, of which as many nodes of each level go on
+    (`eagle3` only)."""
     depths: int = 4
     """How far ahead training unrolls the draft (`eagle3`); a block is trained whole."""
     layers: int = 1
@@ -49,9 +50,11 @@ class DraftSettings:
     """Steps of linear warm-up of the draft's learning rate."""
     max_grad_norm: float = 1.0
     """Clipping of the draft's gradient by its own global L2 norm."""
-    verify: str = "rejection"
-    """`rejection`: accept with min(1, p/q), most proposals kept; `match`: keep those that equal what the policy would have
-    drawn, so that replies are the same bits with and without a draft. Both have exactly the policy's distribution."""
+    verify: str = "match"
+    """`match`: keep proposals that equal what the policy would have drawn, so that replies are the same bits with and
+    without a draft, and again from the same seeds; `rejection`: accept with min(1, p/q), so that more are kept, but which
+    replies come depends on how many are proposed, which is decided by measured time. Both have exactly the policy's
+    distribution."""
     adaptive: bool = True
     """Whether batches are drawn without the draft while that is measured to be faster; false speculates always, for
     experiments about acceptance."""

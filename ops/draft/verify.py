@@ -30,6 +30,7 @@ step proposes anew. The chain rule gives the joint distribution of the whole rep
 the tree, and whether there are any, may depend on the context and on earlier steps, so on measured acceptance, as long as
 it is settled before the children of a node are drawn: dropping children for what they are would not be lossless, nor
 would children that are made to differ, nor proposals drawn with u_t, which the token after a rejection is drawn with.
+So whether a node has children may depend on the tokens of all nodes up to its level, its siblings among them.
 P(first is kept) = sum min(p, q) = 1 - total variation.
 
 Under `rejection` the tokens themselves, though not their distribution, depend on how many proposals there were; see

@@ -25,6 +25,7 @@ from furlong.ops.policy.paged_attention import Plan, Span
 from furlong.ops.policy.reply import Reply
 from furlong.ops.policy.row_bits import row_bits
 from furlong.ops.policy.speculation import Speculation
+from furlong.ops.policy.tree_attention import keep
 from furlong.ops.protocols import GenerateRequest
 
 CACHE_BYTES = 2**30
@@ -77,6 +78,7 @@ class Batch:
         self._most_rows = max(1, MOST_LOGITS // whole.vocab)
         self._invariant = invariant
         self._speculation = Speculation(draft)
+        self._drafts = draft is not None
         self._waiting: deque[Reply] = deque()
         self._running: list[Reply] = []
         """In the order they began."""
@@ -97,7 +99,7 @@ class Batch:
     @torch.inference_mode()
     def turn(self, turn: Turn, live: Live | None) -> Ended:
         """Do what the turn says, then a step, unless `live` is None."""
-        self._waiting.extend(Reply(request) for request in turn.requests)
+        self._waiting.extend(Reply(request, drafted=[] if self._drafts else None) for request in turn.requests)
         ended = self._end(turn.reasons)
         if turn.retract:
             for reply in self._running:
@@ -134,7 +136,8 @@ class Batch:
                 return Ended()
             taps = self._speculation.begin(decision, live, self._cache, self._running)
             self._speculation.propose(feeding, live, self._cache, self._most_rows)
-            return self._feed(sorted(feeding, key=lambda feed: feed.total > 1), live, taps)
+            order = sorted(feeding, key=lambda feed: (feed.tree is not None, feed.total > 1))
+            return self._feed(order, live, taps)
 
     def _begin(self) -> None:
         promised = sum(self._missing(reply, reply.left) for reply in self._running)
@@ -177,7 +180,8 @@ class Batch:
         return found
 
     def _feed(self, feeding: list[Feed], live: Live, taps: Taps | None) -> Ended:
-        plan = Plan([Span(feed.reply.held, feed.reply.fed, feed.total) for feed in feeding], self._cache)
+        spans = [Span(feed.reply.held, feed.reply.fed, feed.total) for feed in feeding if feed.tree is None]
+        plan = Plan(spans, self._cache, [feed.tree for feed in feeding if feed.tree])
         tokens, wanted = [], []
         for feed in feeding:
             tokens += feed.tokens
@@ -188,13 +192,17 @@ class Batch:
         positions = [feed.reply.position for feed in feeding]
         ready, logits = self._sound([feed for feed in feeding if feed.ready], logits)
         ended, got = self._draw(ready, logits, live)
-        start, experts, fed = 0, None if chosen is None else chosen.numpy(), []
+        start, experts, fed, kept = 0, None if chosen is None else chosen.numpy(), [], []
         for feed in feeding:
             # Of the proposals, those count as fed that another token was drawn after.
             count = feed.count + max(0, got.get(feed.reply, 1) - 1) if not feed.withdrawn else 0
-            feed.reply.feed(count, live.serial, None if experts is None else experts[start : start + count])
+            mine = None if experts is None else experts[start : start + feed.total][feed.rows(count)]
+            feed.reply.feed(count, live.serial, mine)
             fed.append((feed, count))
+            if feed.tree and count:
+                kept.append((feed.tree, feed.path[:count]))
             start += feed.total
+        keep(kept, self._cache)
         if ended.replies or ended.broken:
             self._leave({*ended.broken, *(reply for reply, _ in ended.replies)})
         self._speculation.follow(fed, taps, live, self._cache)
@@ -230,12 +238,12 @@ class Batch:
         ids = live.drafter.ids if live.drafter else None
         for feed, tokens in zip(ready, drawn(ready, logits, self._speculation.rule, ids), strict=True):
             reply, got[feed.reply] = feed.reply, 0
-            for token, logprob, model in tokens:
+            for place, (token, logprob, model) in enumerate(tokens):
                 if logprob != logprob:
                     ended.broken.append(reply)
                     break
                 got[reply] += 1
-                if reason := reply.draw(token, logprob, model, live.version):
+                if reason := reply.draw(token, logprob, model, live.version, place < len(feed.path) - 1):
                     ended.replies.append((reply, reason))
                     break
         return ended, got

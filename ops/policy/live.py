@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from furlong.ops.draft.block_drafter import BlockDrafter
 from furlong.ops.draft.drafter import Drafter
 from furlong.ops.policy.decoder import Decoder
 
@@ -24,7 +25,7 @@ class Live:
     """Digests of those weights as they came out of the merge, before the decoder laid them out."""
     serial: int = 0
     """Unique within an engine, as a version may be loaded more than once; ranks refer to weights by it."""
-    drafter: Drafter | None = None
+    drafter: Drafter | BlockDrafter | None = None
     """Made of those of the draft, where replies are to be drawn with it."""
 
     @property

@@ -7,6 +7,7 @@ and of data-parallel ranks are summed, never averaged.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -175,6 +176,15 @@ class Objective:
             **self._mismatch(trainer),
         }
 
+    def scores(self, trainer: Float[Tensor, " tokens"]) -> tuple[float | None, ...]:
+        """Log-probability of each trained token, by number, under the weights that sampled it; None where it is unknown.
+
+        Args:
+            trainer: under the weights that the step starts from.
+        """
+        found = self._same_weights(trainer.detach().to("cpu", torch.float64)).tolist()
+        return tuple(None if math.isnan(value) else value for value in found)
+
     def _number(self, batch: TrainBatch) -> None:
         flat = torch.tensor([on for mask in batch.masks for on in mask], dtype=torch.bool)
         sizes = torch.tensor([len(mask) for mask in batch.masks], dtype=torch.long)
@@ -299,8 +309,11 @@ class Objective:
         found = blank if others.sampling is None else self._gather(what, others.sampling, absent=True)
         self._sampling = torch.where(by >= 0, found, blank)
 
+    def _same_weights(self, trainer: Tensor) -> Tensor:
+        return torch.where(self._own, trainer, self._sampling)
+
     def _mismatch(self, trainer: Tensor) -> dict[str, float | None]:
-        same_weights = torch.where(self._own, trainer, self._sampling)
+        same_weights = self._same_weights(trainer)
         compared = ~torch.isnan(same_weights)
         names = [self.names[i] for i in compared.nonzero().flatten().tolist()]
         gap = mismatch(same_weights[compared], self.engine[compared], names) if names else None

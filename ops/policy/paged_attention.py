@@ -30,6 +30,8 @@ class Span:
     first: int
     """Position of the first one."""
     count: int
+    whole: bool = False
+    """Whether its tokens see each other, later ones too; of two or more."""
 
 
 class Plan:
@@ -129,11 +131,12 @@ def _tiles_of_chunks(spans: list[Span], starts: Int[np.ndarray, " spans"], width
     """
     counts = np.array([span.count for span in spans])
     place = np.minimum(np.arange(width), counts[:, None] - 1)
+    whole = np.array([span.whole for span in spans])[:, None]
     seen = [pages_of(span.first + span.count) for span in spans]
     return _arranged(
         tokens=np.concatenate([start + np.arange(count) for start, count in zip(starts, counts, strict=True)]),
         table=starts[:, None] + place,
-        positions=np.array([span.first for span in spans])[:, None] + place,
+        positions=np.array([span.first for span in spans])[:, None] + np.where(whole, counts[:, None] - 1, place),
         valid=np.concatenate([at * width + np.arange(count) for at, count in enumerate(counts)]),
         rows=np.repeat(np.arange(len(spans)), seen),
         ordinals=np.concatenate([np.arange(some) for some in seen]),

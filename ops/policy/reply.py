@@ -34,6 +34,8 @@ class Reply:
     model_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Of the weights that drew each token."""
+    drafted: list[bool] | None = None
+    """Whether each token drawn was a proposal; None where there is no draft."""
     chosen: list[Int[np.ndarray, "tokens layers top_k"]] = field(default_factory=list)
     """Experts of the tokens from position `first_chosen` on, at the first forward pass of each."""
     choices: int = 0
@@ -111,8 +113,10 @@ class Reply:
             self.chosen.append(rows)
             self.choices += len(rows)
 
-    def draw(self, token: int, logprob: float, model_logprob: float, version: int) -> str:
+    def draw(self, token: int, logprob: float, model_logprob: float, version: int, drafted: bool = False) -> str:
         """Add a token; the reason why the reply has ended, else an empty string."""
+        if self.drafted is not None:
+            self.drafted.append(drafted)
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.model_logprobs.append(model_logprob)
@@ -138,6 +142,7 @@ class Reply:
             finish_reason=reason,
             seconds=seconds,
             routing=self._routing(architecture),
+            drafted=None if self.drafted is None else tuple(self.drafted),
         )
 
     def _routing(self, arch: Architecture) -> Routing | None:

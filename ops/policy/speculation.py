@@ -1,10 +1,10 @@
 """Speculative decoding (Leviathan et al. 2023): a draft proposes tokens, and one step of the policy verifies them.
 
-A step is fed a reply's last token and the proposals after it, and gives the policy's logits after each of them: the very
-bits of as many single steps, as a token's do not depend on what is fed beside it (`row_bits`). What is kept of them, and
-what is drawn after it, `ops.draft.verify` decides and proves lossless. With `match` even each token, log-probability and
-choice of experts is that of decoding token by token, by induction over positions. What was fed beyond the last token drawn
-does not count as fed, and is overwritten when its positions are fed again.
+A step is fed a reply's last token and the proposals after it, a chain or a tree, and gives the policy's logits after each
+of them: the very bits of as many single steps, as a token's do not depend on what is fed beside it (`row_bits`). What is
+kept of them, and what is drawn after it, `ops.draft.verify` decides and proves lossless. With `match` even each token,
+log-probability and choice of experts is that of decoding token by token, by induction over positions. What was fed beyond
+the last token drawn does not count as fed: a chain's is overwritten when its positions are fed again, a tree's never stored.
 
 With `match` the draft draws each proposal with the number that the policy draws with: the nearer its distribution is to the
 policy's, the more often both inversions end at the same token. `rejection` needs numbers of their own.
@@ -19,7 +19,9 @@ from furlong.ops.draft.cost import CostModel, Decision, StepSeconds
 from furlong.ops.draft.settings import DraftSettings
 from furlong.ops.identity import counter_seed
 from furlong.ops.policy.decoder import Taps
+from furlong.ops.policy.draft_block import DraftBlock
 from furlong.ops.policy.draft_chain import DraftChain
+from furlong.ops.policy.draft_tree import DraftTree, nodes_of
 from furlong.ops.policy.feed import Feed
 from furlong.ops.policy.kv_cache import PAGE, KVCache
 from furlong.ops.policy.live import Live
@@ -84,30 +86,45 @@ class Speculation:
         ready = sum(feed.ready for feed in feeding)
         if live.drafter is None or not ready or not self._step.decision.proposals:
             return
-        most = min(self._step.decision.proposals, most_rows // ready - 1)
-        asked = [(feed, room) for feed in feeding if (room := self._room(feed, most, cache)) > 0]
+        most, block = self._step.decision.proposals, live.drafter.shape.block
+        while most > 0 and nodes_of(self._settings.width, most) >= most_rows // ready:
+            most -= 1
+        asked = [(feed, room) for feed in feeding if (room := self._room(feed, most, block, cache)) > 0]
         if not asked:
             return
-        chain = DraftChain(live, cache, coupled=self._settings.verify == "match")
+        draft = self._proposer(live, cache)
         started = time.perf_counter()
         # Rows of one position come first in a plan.
         asked.sort(key=lambda pair: pair[0].reply.draft.pending > 1)
-        hidden = chain.follow([feed.reply for feed, _ in asked], keep=0)
+        hidden = draft.follow([feed.reply for feed, _ in asked], keep=0)
         followed = time.perf_counter()
-        chain.propose(asked, hidden)
+        draft.propose(asked, hidden)
         self._step.extend, self._step.propose = followed - started, time.perf_counter() - followed
 
-    def _room(self, feed: Feed, most: int, cache: KVCache) -> int:
-        """How many proposals a reply can take: it is up to date, its draft too, and no other is put off for them."""
+    def _proposer(self, live: Live, cache: KVCache) -> DraftChain | DraftTree | DraftBlock:
+        coupled = self._settings.verify == "match"
+        if live.drafter.shape.kind == "block":
+            return DraftBlock(live, cache, coupled)
+        if self._settings.width > 1:
+            return DraftTree(live, cache, coupled, self._settings.width)
+        return DraftChain(live, cache, coupled)
+
+    def _room(self, feed: Feed, most: int, block: int, cache: KVCache) -> int:
+        """How many proposals a reply can take, one after the other: it is up to date, its draft too, and no other is put
+        off for them.
+
+        Args:
+            block: slots that the draft needs at least.
+        """
         reply = feed.reply
         if reply.left != 1 or reply.draft.end != reply.fed or not reply.draft.pending or self.in_shadow(reply):
             return 0
         # What is verified gives one token more.
         room = min(most, reply.request.max_new_tokens - reply.position - 1)
-        while room > 0 and cache.missing(reply.held, reply.fed + 1 + room) > cache.free:
+        while room > 0 and cache.missing(reply.held, reply.fed + max(1 + room, block)) > cache.free:
             room -= 1
         if room > 0:
-            cache.extend(reply.held, reply.fed + 1 + room)
+            cache.extend(reply.held, reply.fed + max(1 + room, block))
         return room
 
     def in_shadow(self, reply: Reply) -> bool:
@@ -133,13 +150,13 @@ class Speculation:
             reply = feed.reply
             # Those in the shadow give the draft's rows of their prompt to others with the same one.
             if not self.in_shadow(reply) or reply.fed <= len(reply.request.prompt):
-                reply.draft.add(reply.fed - count, features[start : start + count])
+                reply.draft.add(reply.fed - count, features[start : start + feed.total][feed.rows(count)])
             start += feed.total
         full = [feed.reply for feed, _ in fed if feed.reply.held and feed.reply.draft.pending > MOST_WAITING]
         if full:
             full.sort(key=lambda reply: reply.draft.pending > 2)
             # The token after the last position may not be drawn yet.
-            DraftChain(live, cache, coupled=True).follow(full, keep=1)
+            self._proposer(live, cache).follow(full, keep=1)
 
     def end(self, feeding: list[Feed], positions: list[int], drawn: dict[Reply, int]) -> None:
         """Count what the step has done.
@@ -159,7 +176,7 @@ class Speculation:
                     self.counts.verified(position, *_judged(feed, got), feed.reply.request.task)
         if speculated:
             accepted = [drawn[feed.reply] - 1 for feed in speculated]
-            self._model.verified([len(feed.proposals) for feed in speculated], accepted)
+            self._model.verified([feed.depth for feed in speculated], accepted)
         # Steps that also computed prompts, or verified few replies only, say nothing of others.
         if not drawn or any(feed.count > 1 for feed in feeding):
             return
@@ -174,11 +191,8 @@ class Speculation:
 
 
 def _judged(feed: Feed, drawn: int) -> tuple[int, int]:
-    """How many of a reply's proposals were judged, and how many were accepted.
+    """To which depth a reply's proposals were judged, and how many were accepted.
 
-    After one that ends the reply the policy draws no token of its own, and judges no further proposal. One that was
-    rejected differs from the token in its place, by either rule.
+    After one that ends the reply the policy draws no token of its own, and judges no further proposal.
     """
-    if drawn <= len(feed.proposals) and feed.proposals[drawn - 1] == feed.reply.tokens[-1]:
-        return drawn, drawn
-    return len(feed.proposals), drawn - 1
+    return (drawn, drawn) if drawn < len(feed.path) else (feed.depth, drawn - 1)

@@ -39,6 +39,17 @@ class Tree:
         self._rows: dict[int, Float[Tensor, "nodes 2 kv_heads d"]] = {}
         """Keys and values by layer."""
 
+    @staticmethod
+    def after(held: Held, last: int, cache: KVCache, layer: int) -> Tree:
+        """Whose node 0 is the reply's token at position `last`, that this layer of the cache has keys and values of: for
+        trees without a common first token, to be fed to this layer only."""
+        tree = Tree(held, last)
+        tree.add([-1])
+        tree.fed = 1
+        page, offset, memories = held.pages[last // PAGE], last % PAGE, (cache.keys(layer), cache.values(layer))
+        tree._rows[layer] = torch.stack([memory[page, :, offset] for memory in memories])[None]
+        return tree
+
     def add(self, parents: list[int]) -> None:
         """More nodes, by the one that each comes after; -1 for node 0.
 

@@ -80,6 +80,7 @@ def join(parts: Sequence[Sample]) -> Sample:
         finish_reason=parts[-1].finish_reason,
         seconds=sum(part.seconds for part in parts),
         routing=_joined_routing(parts),
+        drafted=_joined_drafted(parts),
     )
 
 
@@ -159,6 +160,13 @@ def _joined_routing(parts: Sequence[Sample]) -> Routing | None:
     if lacking:
         raise FragmentError(f"{lacking[0]} has no routing, though other parts of the reply have; draw the reply again")
     return join_routings([part.routing for part in drawn if part.routing])
+
+
+def _joined_drafted(parts: Sequence[Sample]) -> tuple[bool, ...] | None:
+    """Table `fragments` does not tell of a part what was proposed: there it counts as drawn without."""
+    if all(part.drafted is None for part in parts):
+        return None
+    return tuple(flag for part in parts for flag in part.drafted or (False,) * len(part.tokens))
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:

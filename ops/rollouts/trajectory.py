@@ -63,6 +63,8 @@ class Trajectory:
     """From the first request to the end."""
     routing: Routing | None = None
     """Of the whole conversation, from its first token on."""
+    drafted: tuple[bool, ...] | None = None
+    """As `Sample.drafted`; False where nothing was sampled."""
 
 
 @dataclass(frozen=True)

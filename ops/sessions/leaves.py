@@ -38,7 +38,8 @@ def to_trajectory(
     model_logprobs: list[float | None] = []
     versions: list[int | None] = []
     mask: list[bool] = []
-    columns = (logprobs, model_logprobs, versions, mask)
+    drafted: list[bool] = []
+    columns = (logprobs, model_logprobs, versions, mask, drafted)
     for place, index in enumerate(reversed(indices)):
         node = nodes[index]
         blank = len(node.extra)
@@ -51,6 +52,7 @@ def to_trajectory(
         mask += [False] * blank + [at >= owned for at in range(count)]
         drawn = [version for version, begin, end in node.sample.versions for _ in range(begin, end)]
         versions += [None] * blank + drawn[:count]
+        drafted += [False] * blank + list(node.sample.drafted or [False] * count)[:count]
         trained[index] = max(owned, count)
     tokens = tokens_of(nodes, leaf)
     if {len(column) for column in columns} != {len(tokens)}:
@@ -75,6 +77,7 @@ def to_trajectory(
         text=last.text,
         seconds=sum(node.sample.seconds for node in way),
         routing=of_conversation(way),
+        drafted=None if all(node.sample.drafted is None for node in way) else tuple(drafted),
     )
 
 

@@ -69,5 +69,7 @@ def from_json(row: dict[str, Any]) -> Node:
         sample["routing"] = Routing(
             **{**routing, "layers": tuple(routing["layers"]), "data": base64.b64decode(routing["data"])}
         )
+    if sample["drafted"] is not None:
+        sample["drafted"] = tuple(sample["drafted"])
     lists = {name: tuple(row[name]) for name in ("appended", "tools", "extra")}
     return Node(**{**row, **lists, "sample": Sample(**sample)})

@@ -59,4 +59,5 @@ def _first(sample: Sample, length: int, prompt: int) -> Sample:
         versions=tuple((v, a, min(b, length)) for v, a, b in sample.versions if a < length),
         finish_reason="stop",
         routing=part(sample.routing, 0, prompt + length - 1) if sample.routing else None,
+        drafted=None if sample.drafted is None else sample.drafted[:length],
     )

@@ -156,6 +156,26 @@ def teacher_logprobs(lake: LakeLike, key: StepKey, batch: TrainBatch) -> tuple[t
     return tuple(found)
 
 
+def score_rows(batch: TrainBatch, scores: tuple[float | None, ...]) -> list[dict[str, Any]]:
+    """{trajectory_id, logprobs} of each trajectory of the batch, one value for each of its tokens, prompt included.
+
+    Args:
+        scores: of the trained tokens, in order (`StepMetrics.scores`).
+    Raises:
+        ValueError: another number of scores than of trained tokens.
+    """
+    if len(scores) != sum(map(sum, batch.masks)):
+        raise ValueError(f"{len(scores)} scores for {sum(map(sum, batch.masks))} trained tokens; give one for each")
+    values = iter(scores)
+    return [
+        {
+            "trajectory_id": name,
+            "logprobs": [None] * len(batch.prompts[group]) + [next(values) if on else None for on in mask],
+        }
+        for name, group, mask in zip(batch.trajectory_ids, batch.group, batch.masks, strict=True)
+    ]
+
+
 def batch_digest(batch: TrainBatch, teacher: tuple[tuple[float, ...], ...] | None = None) -> str:
     """64 hex digits over everything that the optimiser step depends on, beside the weights; names are not part of it.
 

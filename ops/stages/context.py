@@ -73,7 +73,7 @@ class StepTrainer(Protocol):
 
     def take_step(self, step: int, attempt: int) -> dict[str, Any]:
         """Take the step, or return the record of having just taken it; the record is a row of `steps`
-        without `version_after`. Raises when the lake already holds the step."""
+        without `version_after`, beside `trainer_scores`, rows of that table. Raises when the lake already holds the step."""
 
     def publishable(self, step: int, attempt: int) -> dict[str, Any]:
         """{deltas, tensors, digest, full_bytes, delta_bytes, changed_fraction} of the weights after a step."""
@@ -110,6 +110,9 @@ class Run(Protocol):
 
     def render(self, prompt: dict[str, Any]) -> list[int]:
         """Token ids of a row of `prompts` as environment and chat template begin its conversation."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of a reply's tokens."""
 
     def play(
         self, tasks: list[Task], prompt: dict[str, Any], draw: Draw, key: str, greedy: bool = False

@@ -71,7 +71,7 @@ def _measure(run: Run, version: int, report: StageReport) -> list[dict[str, Any]
             pool.submit(_play, run, engines, version, prompt, mode) for prompt in prompts.values() for mode in MODES
         ]
         replies = report.work(lambda: [reply for future in played for reply in future.result()])
-    verdicts = report.work(lambda: run.verifier.score(verifier_items(run, replies)))
+    verdicts = report.work(lambda: _verdicts(run, replies))
     for reply, verdict in zip(replies, verdicts, strict=True):
         if verdict["score"] is None:
             raise StageError(
@@ -80,6 +80,17 @@ def _measure(run: Run, version: int, report: StageReport) -> list[dict[str, Any]
             )
         reply["verdict"], reply["correct"] = verdict["verdict"], verdict["verdict"] == Verdict.CORRECT
     return _per_question(run.name, version, replies)
+
+
+def _verdicts(run: Run, replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each reply; where the verifier failed, of a second try."""
+    items = verifier_items(run, replies)
+    verdicts = run.verifier.score(items)
+    lost = [number for number, verdict in enumerate(verdicts) if verdict["score"] is None]
+    second = run.verifier.score([items[number] for number in lost]) if lost else []
+    for number, verdict in zip(lost, second, strict=True):
+        verdicts[number] = verdict
+    return verdicts
 
 
 def _held_out(run: Run) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from furlong.ops import records
 from furlong.ops.policy.algorithms import needs
+from furlong.ops.records import Verdict
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
 from furlong.ops.stages.rollouts import batch_rows
 from furlong.ops.tasks.scoring import verifier_version
@@ -26,7 +28,7 @@ def rewards(run: Run, key: StepKey) -> StageReport:
         rows = batch_rows(run.lake, key, "rewards", ["trajectory_id", "verdict", "score"])
         known = {row["trajectory_id"] for row in rows}
         if missing := [row for row in trajectories if row["trajectory_id"] not in known]:
-            fresh = report.work(lambda: score(run, key.run, missing))
+            fresh = report.work(lambda: score_twice(run, key.run, missing))
             where = {"run": key.run, "trajectory_id": [row["trajectory_id"] for row in fresh]}
             report.note(run.lake.commit_once("rewards", where, records.rows("rewards", fresh)))
             rows += fresh
@@ -76,6 +78,25 @@ def teacher_scores(run: Run, name: str, trajectories: list[dict[str, Any]]) -> l
              "teacher": run.teacher.digest, "logprobs": logprobs}
         )  # fmt: skip
     return made
+
+
+def score_twice(
+    run: Run, name: str, trajectories: list[dict[str, Any]], failed: Callable[[dict[str, Any]], None] = lambda row: None
+) -> list[dict[str, Any]]:
+    """As `score`, with a second try where the verifier failed: once is no verdict on a trajectory, as a verifier may hang
+    or die for reasons of its own.
+
+    Args:
+        failed: told each row of the first try that is not kept.
+    """
+    rows = score(run, name, trajectories)
+    lost = {row["trajectory_id"] for row in rows if row["verdict"] in (Verdict.TIMEOUT, Verdict.ERROR)}
+    for row in rows:
+        if row["trajectory_id"] in lost:
+            failed(row)
+    again = [row for row in trajectories if row["trajectory_id"] in lost]
+    second = {row["trajectory_id"]: row for row in score(run, name, again)} if again else {}
+    return [second.get(row["trajectory_id"], row) for row in rows]
 
 
 def score(run: Run, name: str, trajectories: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -56,6 +56,11 @@ def check_sample(request: GenerateRequest, sample: Sample) -> None:
             f"reply {name}: {counts[0]} tokens but {counts[1]} and {counts[2]} log-probabilities; restart the engine with "
             "`make down`"
         )
+    if sample.drafted is not None and len(sample.drafted) != counts[0]:
+        raise StageError(
+            f"reply {name}: {counts[0]} tokens but {len(sample.drafted)} flags of proposals; restart the engine with "
+            "`make down`"
+        )
     for values in (sample.logprobs, sample.model_logprobs):
         bad = [t for t, value in enumerate(values) if not math.isfinite(value) or value > 0]
         if bad:
@@ -70,9 +75,15 @@ def check_sample(request: GenerateRequest, sample: Sample) -> None:
         )
 
 
-def batch_rows(lake: LakeLike, key: StepKey, table: str, columns: list[str]) -> list[dict[str, Any]]:
-    """Rows of a per-trajectory or per-group table that belong to the batch of a step, wherever they were drawn for."""
-    groups = batch_groups(lake, key)
+def batch_rows(
+    lake: LakeLike, key: StepKey, table: str, columns: list[str], groups: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Rows of a per-trajectory or per-group table that belong to the batch of a step, wherever they were drawn for.
+
+    Args:
+        groups: from `batch_groups`, for callers that read several tables; None to look them up.
+    """
+    groups = batch_groups(lake, key) if groups is None else groups
     names = [group["group_id"] for group in groups]
     where = {"run": key.run, "step": sorted({group["step"] for group in groups})}
     if table in ("rewards", "teacher_scores"):

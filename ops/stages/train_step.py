@@ -7,6 +7,7 @@ from typing import Any
 
 from furlong.ops import records
 from furlong.ops.stages.chain import batch_groups, next_version, one_row, starting_version
+from furlong.ops.stages.checks import check_step
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
 
 SHOWN = (
@@ -28,9 +29,18 @@ def train_step(run: Run, key: StepKey) -> StageReport:
             before = starting_version(run.lake, key)
             record = report.work(lambda: run.trainer.take_step(key.step, key.attempt))
             after = next_version(run.lake, key)
-            row = {**key.columns(), **record, "version_before": before, "version_after": after}
+            # First, as whoever finds the step's record takes no step again, and so has no scores.
+            scores = [key.columns() | scored for scored in record["trainer_scores"]]
+            if scores:
+                report.note(
+                    run.lake.commit_once("trainer_scores", key.columns(), records.rows("trainer_scores", scores))
+                )
+            numbers = {name: value for name, value in record.items() if name != "trainer_scores"}
+            row = {**key.columns(), **numbers, "version_before": before, "version_after": after}
             report.note(run.lake.commit_once("steps", key.columns(), records.rows("steps", [row])))
+        checks = check_step(run, key, row, report)
         report.values = {name: row[name] for name in SHOWN} | _dispositions(row) | _draft_share(row)
+        report.values["checks_failed"] = ", ".join(row["check"] for row in checks if not row["passed"])
     return report
 
 

@@ -17,6 +17,7 @@ from furlong.ops.policy.algorithms import algorithm_of
 from furlong.ops.protocols import Attestation
 from furlong.ops.spec import AlgorithmSpec
 from furlong.ops.stages.chain import anchor_due, committed_step, one_row, version_row
+from furlong.ops.stages.checks import require_passed
 from furlong.ops.stages.context import Run, StageError, StageReport, StepKey, reporting
 from furlong.ops.stages.rollouts import batch_rows
 
@@ -78,6 +79,7 @@ def _gate(run: Run, key: StepKey) -> dict[str, Any]:
             "its weights are not published; compare `trajectories` with `steps.outcomes`"
         )
     _witnessed(key, step, run.spec.algorithm)
+    require_passed(run, key)
     return step
 
 

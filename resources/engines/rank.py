@@ -8,9 +8,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from furlong.ops.draft.block_drafter import BlockDrafter
 from furlong.ops.draft.drafter import Drafter
 from furlong.ops.draft.settings import DraftSettings
-from furlong.ops.draft.shape import DraftError
 from furlong.ops.draft.start import shape_of
 from furlong.ops.draft.tensors import check_tensors, of_version
 from furlong.ops.policy.architecture import Architecture
@@ -38,7 +38,7 @@ class Rank:
             exchange: with the other ranks, for the thread that generates; None for a single one.
             draft: what versions that have a draft make of it; None to only hold it. Every rank has it whole.
         Raises:
-            DraftError: there can be no such draft beside the model, or none that is drawn with.
+            DraftError: there can be no such draft beside the model.
         """
         self._architecture, self._dtype = architecture, dtype
         self._number = rank
@@ -47,11 +47,6 @@ class Rank:
         self._shapes = architecture.shapes()
         self._share = WHOLE if exchange is None else Shard(architecture, rank, size, exchange)
         self._draft = None if draft is None else shape_of(draft, architecture)
-        if draft is not None and (draft.kind != "eagle3" or draft.width > 1):
-            raise DraftError(
-                f"draft.kind {draft.kind!r} with draft.width {draft.width} can be trained and published, but this engine "
-                "draws with chains of eagle3 drafts only; set draft.kind: eagle3 and draft.width: 1"
-            )
         self._made: list[Live] = []
         self._spare: dict[str, Tensor] = {}
 
@@ -132,7 +127,7 @@ class Rank:
         self._made.append(Live(version, decoder, extras, published, digests, serial, drafter))
         return self._made[-1]
 
-    def _drafter(self, version: int, extras: dict[str, Tensor], base: Live | None) -> Drafter | None:
+    def _drafter(self, version: int, extras: dict[str, Tensor], base: Live | None) -> Drafter | BlockDrafter | None:
         """Of the version's draft, if it has one; the base's when it is the same."""
         tensors = of_version(extras)
         if self._draft is None or not tensors:
@@ -141,4 +136,4 @@ class Rank:
         if before and all(before.tensors.get(name) is tensor for name, tensor in tensors.items()):
             return before
         check_tensors(tensors, self._draft, f"the draft of version {version}")
-        return Drafter(self._draft, tensors, self._dtype)
+        return (BlockDrafter if self._draft.kind == "block" else Drafter)(self._draft, tensors, self._dtype)

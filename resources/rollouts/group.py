@@ -9,12 +9,12 @@ from typing import Any
 
 from furlong.ops.identity import counter_seed
 from furlong.ops.policy.routing import as_row
-from furlong.ops.records import Failure, Verdict
+from furlong.ops.records import Failure
 from furlong.ops.rollouts.admission import Candidate, tokens_by_step
 from furlong.ops.rollouts.course import Reservation
 from furlong.ops.rollouts.trajectory import Draw, Failed, Task, Trajectory
 from furlong.ops.stages.context import Run
-from furlong.ops.stages.rewards import as_json, score
+from furlong.ops.stages.rewards import as_json, score_twice
 from furlong.ops.stages.rollouts import fitting_prompt
 from furlong.resources.rollouts.writer import Writer
 
@@ -92,14 +92,12 @@ class Group:
 
     def score(self, run: Run, spend: Spend) -> list[dict[str, Any]]:
         """Rows of `rewards`; a trajectory that the verifier failed on is scored once more."""
-        rows = score(run, run.name, self.trajectories)
-        failed = {row["trajectory_id"] for row in rows if row["verdict"] in (Verdict.TIMEOUT, Verdict.ERROR)}
-        for row in rows:
-            if row["trajectory_id"] in failed:
-                spend(row["trajectory_id"], Failure.VERIFIER, row["detail"])
-        again = [row for row in self.trajectories if row["trajectory_id"] in failed]
-        second = {row["trajectory_id"]: row for row in score(run, run.name, again)} if again else {}
-        return [second.get(row["trajectory_id"], row) for row in rows]
+        return score_twice(
+            run,
+            run.name,
+            self.trajectories,
+            lambda row: spend(row["trajectory_id"], Failure.VERIFIER, row["detail"]),
+        )
 
     def count_failure(self, sample: int, attempt: int, another_draw: bool) -> None:
         """A try that failed: the next one has another number and, with `another_draw`, another seed."""
@@ -177,7 +175,7 @@ def _row(run: Run, group: Group, trajectory: Trajectory, started: float) -> dict
         "logprobs": list(trajectory.logprobs), "model_logprobs": list(trajectory.model_logprobs),
         "loss_mask": list(trajectory.loss_mask),
         "routing": as_row(trajectory.routing) if trajectory.routing else None,
-        "drafted": None,
+        "drafted": None if trajectory.drafted is None else list(trajectory.drafted),
         "version_spans": [{"version": v, "start": a, "end": b} for v, a, b in trajectory.versions],
         "finish_reason": trajectory.finish_reason, "seed": trajectory.seed, "text": trajectory.text,
         "engine": run.engine_name(), "started_at": started, "seconds": trajectory.seconds,

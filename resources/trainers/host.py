@@ -22,7 +22,7 @@ from furlong.ops.draft.shape import PREFIX
 from furlong.ops.policy.parallel import parse_layout
 from furlong.ops.protocols import StepMetrics, TrainBatch, Trainer
 from furlong.ops.spec import parse_spec
-from furlong.ops.stages.batch import assemble, batch_digest
+from furlong.ops.stages.batch import assemble, batch_digest, score_rows
 from furlong.ops.stages.chain import committed_step, committed_steps, one_row, starting_version
 from furlong.ops.stages.context import StageError, StepKey
 from furlong.ops.weights import delta
@@ -252,7 +252,7 @@ class TrainerHost:
         scored = [outcome["reward"] for outcome in outcomes if outcome["reward"] is not None]
         reached = dict(zip(batch.trajectory_ids, metrics.tokens_reached, strict=True))
         measured = asdict(metrics)
-        del measured["tokens_reached"]
+        del measured["tokens_reached"], measured["scores"]
         return {
             "batch_digest": digest,
             "digest_before": before,
@@ -261,6 +261,7 @@ class TrainerHost:
             "outcomes": [row | {"tokens_reached": reached.get(row["trajectory_id"], 0)} for row in outcomes],
             "reward_mean": sum(scored) / len(scored) if scored else 0.0,
             "trainer": f"{self.trainer.fingerprint()}/code={code_hash()}",
+            "trainer_scores": score_rows(batch, metrics.scores),
             **measured,
         }
 

@@ -172,7 +172,8 @@ class RankTrainer(ABC):
             if draft:
                 metrics |= {"draft_tokens": 0, "draft_skipped": NOTHING}
         self.completed = batch.step
-        return StepMetrics(**metrics, grad_norm=norm, learning_rate=rate, tokens_reached=tuple(reached.tolist()))
+        metrics |= {"tokens_reached": tuple(reached.tolist()), "scores": objective.scores(logprobs)}
+        return StepMetrics(**metrics, grad_norm=norm, learning_rate=rate)
 
     def export(self) -> dict[str, Tensor]:
         """Master weights rounded to `model.dtype`, by Hugging Face name; copies, tied tensors once. Rank 0 has them.

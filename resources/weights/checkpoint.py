@@ -57,25 +57,40 @@ def export_checkpoint(placement: Placement, run: str, step: int) -> Checkpoint:
         StageError: the step has not published; RebuildError: the version was collected or damaged; ExportError: the
         folder holds something else, or cannot be written.
     """
-    lake = Lake(placement.lake_uri())
-    identity, spec, model = run_model(lake, run, placement)
-    done = committed_step(lake, run, step)
+    done = committed_step(Lake(placement.lake_uri()), run, step)
     if done is None:
         raise StageError(
             f"run {run}: step {step} has no record, so it has no weights to export; run its train_step first"
         )
-    row = full_row(lake, run, done["version_after"])
+    return export_version(placement, run, done["version_after"])
+
+
+def export_version(placement: Placement, run: str, version: int, target: str = "") -> Checkpoint:
+    """Export any version that was published, unless it is there.
+
+    Args:
+        target: the folder; empty for `<root>/checkpoints/<run>/<version>`.
+    Raises:
+        StageError: it was not published; the rest as `export_checkpoint`.
+    """
+    lake = Lake(placement.lake_uri())
+    identity, spec, model = run_model(lake, run, placement)
+    row = full_row(lake, run, version)
     if row["state"] == "staged":
-        raise StageError(f"run {run}: step {step} has not published its weights; run its weight_publish first")
-    folder, draft = placement.folder / "checkpoints" / run / str(row["version"]), draft_shape(spec, model.path)
+        raise StageError(
+            f"run {run}: step {row['step']} has not published its weights, version {version}; run its weight_publish "
+            "first, or the job `publish`"
+        )
+    draft = draft_shape(spec, model.path)
+    folder = Path(target).absolute() if target else placement.folder / "checkpoints" / run / str(version)
     wrote = not (folder.is_dir() and any(folder.iterdir()))
     if wrote:
-        key = {"run": run, "step": step, "attempt": done["attempt"]}
-        card = model_card(lake, lake.uri, identity, one_row(lake, "steps", key), row)
-        export_folder(lake, run, row["version"], str(model.path), folder, card, draft)
+        step = one_row(lake, "steps", {"run": run, "step": row["step"], "attempt": row["attempt"]})
+        card = model_card(lake, lake.uri, identity, step, row) if step else None
+        export_folder(lake, run, version, str(model.path), folder, card, draft)
     check_export(lake, row, str(model.path), folder, draft)
     digest, size = export_digest(folder)
-    return Checkpoint(folder, row["version"], row["digest"], digest, size, wrote)
+    return Checkpoint(folder, version, row["digest"], digest, size, wrote)
 
 
 def compare_logits(placement: Placement, run: str, checkpoint: Checkpoint) -> Comparison:

@@ -24,6 +24,22 @@ def known_runs(lake: Lake) -> list[str]:
     return sorted(lake.read("runs", None, ["run"])["run"].to_pylist())
 
 
+def only_run(lake: Lake, run: str) -> str:
+    """The run that is meant: the one named or, without a name, the only one there is.
+
+    Raises:
+        SpecError: there is no such run, there are none, or there are several to choose from.
+    """
+    if run:
+        return run_row(lake, run)["run"]
+    known = known_runs(lake)
+    if not known:
+        raise SpecError(f"the lake {lake.uri} has no runs; set FURLONG_ROOT or FURLONG_LAKE, or start a run first")
+    if len(known) > 1:
+        raise SpecError(f"the lake {lake.uri} has runs {', '.join(known)}; choose one with --run (in Dagster: `run`)")
+    return known[0]
+
+
 def stored_spec(row: dict[str, Any]) -> RunSpec:
     """The spec that a row of `runs` was started with."""
     return parse_spec(json.loads(row["spec"]), f"run {row['run']} in the lake")

@@ -10,6 +10,7 @@ from dagster import AssetKey
 from furlong.pipelines.acceptance_check import CHECK
 from furlong.pipelines.definitions import defs
 from furlong.pipelines.hf_checkpoint import hf_checkpoint
+from furlong.pipelines.jobs import JOBS
 from furlong.pipelines.partitions import STEPS, parse_partition_key, partition_key
 
 GRAPH = {
@@ -20,8 +21,9 @@ GRAPH = {
     "weight_publish": ["train_step"],
     "evals": ["weight_publish"],
     "hf_checkpoint": ["weight_publish"],
+    "lineage_page": ["weight_publish"],
 }
-ON_DEMAND = {"hf_checkpoint"}
+ON_DEMAND = {"hf_checkpoint", "lineage_page"}
 """Assets that no job materialises."""
 HEAVY = ("torch", "transformers", "mlflow", "sglang", "megatron", "ray", "reasoning_gym", "matplotlib")
 
@@ -42,13 +44,40 @@ def test_every_asset_but_the_prompt_table_has_a_partition_per_step():
         assert graph.get(AssetKey(name)).description, name
 
 
-def test_both_jobs_exist_and_run_in_one_process():
+def test_all_jobs_exist_and_run_in_one_process():
     jobs = {job.name: job for job in defs.resolve_all_job_defs() if not job.name.startswith("__")}
-    assert set(jobs) == {"rl_step", "rl_run"}
+    assert set(jobs) == {"rl_step", "rl_run"} | {job.name for job in JOBS}
+    assert all(job.description for job in jobs.values() if job.name != "rl_step")
     assert set(jobs["rl_step"].asset_layer.executable_asset_keys) == {
         AssetKey(name) for name in GRAPH.keys() - ON_DEMAND
     }
     assert {job.executor_def.name for job in jobs.values()} == {"in_process"}
+
+
+@pytest.mark.parametrize("job", [job.name for job in JOBS])
+def test_the_launchpad_comes_filled_in(job):
+    """Every field has a default that is shown and a description; a typo is refused before anything is launched."""
+    from dagster import validate_run_config
+    from dagster._core.errors import DagsterInvalidConfigError
+
+    definition = defs.resolve_job_def(job)
+    ((op, config),) = definition.run_config["ops"].items()
+    assert config["config"]
+    validate_run_config(definition, definition.run_config)
+    fields = definition.graph.node_defs[0].config_schema.as_field().config_type.fields
+    assert all(field.description for field in fields.values())
+    with pytest.raises(DagsterInvalidConfigError, match="versoin"):
+        validate_run_config(definition, {"ops": {op: {"config": {"versoin": "3"}}}})
+
+
+def test_pools_keep_trainer_and_engines_for_one():
+    pools = {job.name: {op.pool for op in job.graph.node_defs} for job in JOBS}
+    assert pools == {
+        "evaluate": {"engines"}, "publish": {"engines"}, "replay_step": {"trainer"}, "export_hf": {None},
+        "rebuild_weights": {None}, "compact_lake": {None},
+    }  # fmt: skip
+    assert {op.pool for op in defs.resolve_job_def("rl_run").graph.node_defs} == {"trainer"}
+    assert {op.pool for op in defs.resolve_job_def("rl_step").graph.node_defs} == {"trainer"}
 
 
 def test_a_checkpoint_that_does_not_reload_stops_what_follows():

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from furlong.ops.draft.block_drafter import BlockDrafter
 from furlong.ops.draft.drafter import Drafter
 from furlong.ops.draft.settings import DraftSettings
 from furlong.ops.draft.start import start_draft
@@ -49,7 +50,7 @@ def live(
     drafter = None
     if settings is not None:
         made, shape = start_draft(settings, arch, tensors, 0)
-        drafter = Drafter(shape, made, dtype)
+        drafter = (BlockDrafter if shape.kind == "block" else Drafter)(shape, made, dtype)
     return Live(version, Decoder(arch, tensors), serial=version + 1, drafter=drafter)
 
 

@@ -150,10 +150,11 @@ def test_the_check_warns_when_acceptance_falls(trains, advice):
 
 
 @pytest.mark.parametrize("last", [2.0, 3.0])
-def test_a_step_that_is_materialised_by_itself_is_checked_and_goes_on(last):
+def test_a_step_that_is_materialised_by_itself_is_checked_and_goes_on(last, tmp_path):
     run = viewed([3.0] * WINDOW + [last] * WINDOW, kind="eagle3")
     vars(run).update(links=dict, twins={}, perform=lambda stage, key: StageReport(stage, key))
-    system = SimpleNamespace(step_key=StepKey, driving=lambda name, dagster_run: nullcontext(run))
+    place = SimpleNamespace(folder=tmp_path)
+    system = SimpleNamespace(step_key=StepKey, driving=lambda name, dagster_run: nullcontext(run), placement=place)
     with DagsterInstance.ephemeral() as instance:
         instance.add_dynamic_partitions(STEPS.name, ["demo-00010"])
         done = materialize(

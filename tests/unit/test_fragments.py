@@ -101,6 +101,15 @@ def test_spans_of_one_version_merge_across_a_cut_and_others_do_not():
     assert join(parts).versions == ((1, 0, 2), (4, 2, 6))
 
 
+def test_parts_read_back_count_as_drawn_without_a_draft():
+    parts = cut(whole(6, [(0, 0, 6)]), [2, 4])
+    assert join(parts).drafted is None
+    flags = (None, (True, False), (False, True))
+    assert join([replace(part, drafted=some) for part, some in zip(parts, flags, strict=True)]).drafted == (
+        False, False, True, False, False, True,
+    )  # fmt: skip
+
+
 def test_a_part_that_ends_at_once_ends_the_reply():
     parts = cut(whole(3, [(0, 0, 3)], moe=True), [3])
     late = replace(parts[1], finish_reason="deadline")

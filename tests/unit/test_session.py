@@ -339,9 +339,34 @@ def test_routing_is_that_of_the_pass_that_was_first_with_a_token() -> None:
         session.trajectories("t", 0, 0)
 
 
+def proposed(sample: Sample) -> Sample:
+    return replace(sample, drafted=tuple(at % 3 == 1 for at in range(len(sample.tokens))))
+
+
+def test_flags_of_proposals_lie_at_the_tokens_they_are_of(session: Session) -> None:
+    template = session.template
+    history = [*ASK, session.commit(session.plan(ASK), proposed(say(template, "the first"))), user("b")]
+    session.commit(session.plan(history), say(template, "the second"))
+    history = [*ASK, user("c")]
+    session.commit(session.plan(history), say(template, "none proposed"))
+    first, other = session.trajectories("t", 0, 0)
+    assert other.drafted is None
+    sampled = [at for at, value in enumerate(first.logprobs) if value is not None]
+    # The template closes the reply that is followed itself.
+    count = session.nodes[1].kept - len(session.nodes[0].extra)
+    flags = [at % 3 == 1 for at in range(count)] + [False] * (len(sampled) - count)
+    assert [first.drafted[at] for at in sampled] == flags
+    assert len(first.drafted) == len(first.tokens)
+    assert not any(flag for at, flag in enumerate(first.drafted) if at not in sampled)
+    turn = session.plan([*history, session.nodes[-1].reply, user("d")])
+    session.commit(turn, proposed(say(template, "the answer STOP x")), ("STOP",))
+    last = session.nodes[-1].sample
+    assert last.drafted == tuple(at % 3 == 1 for at in range(len(last.tokens)))
+
+
 def test_replies_survive_being_written_down(session: Session) -> None:
     turn = session.plan(ASK, TOOLS)
-    session.commit(turn, routed(say(session.template, call("add", "{}"), END), len(turn.prompt), 1))
+    session.commit(turn, proposed(routed(say(session.template, call("add", "{}"), END), len(turn.prompt), 1)))
     answer(session, [*ASK, user("b")], "x")
     back = [from_json(json.loads(json.dumps(to_json(node)))) for node in session.nodes]
     assert back == session.nodes

@@ -28,7 +28,7 @@ from furlong.resources.engines.sglang_server import SHIM, python
 from furlong.resources.engines.sglang_weights import Weights, compare, parameters, weigh
 from furlong.resources.engines.step_gate import EngineError
 
-SETTINGS = DraftSettings(vocabulary=20)
+SETTINGS = DraftSettings(vocabulary=20, verify="rejection")
 HERE = Path(__file__).parent
 ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(SHIM), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -111,7 +111,7 @@ def test_what_a_server_cannot_draw_with_is_refused_before_it_starts(folder, tmp_
     with pytest.raises(EngineError, match="a server on a CPU, and none of those speculates"):
         SGLangEngine(folder, 0, "float32", 1, url="http://127.0.0.1:1", draft=SETTINGS)
     with pytest.raises(DraftError, match="vocabulary of 62"):
-        served_shape(DraftSettings(vocabulary=62), arch)
+        served_shape(replace(SETTINGS, vocabulary=62), arch)
 
 
 def test_only_its_own_refusal_is_taken_for_one():

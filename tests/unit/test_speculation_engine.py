@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from speculation_samples import requests
+from test_speculation_shapes import BLOCK, TREE
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from furlong.ops.draft.settings import DraftSettings
@@ -47,12 +48,12 @@ def folder(request, tmp_path_factory):
     return path
 
 
-def new_version(folder, draft=True, change=lambda draft: draft):
+def new_version(folder, draft=True, change=lambda draft: draft, settings=ALWAYS):
     """Deltas of a version 1 with other keys, and a draft in another format than the policy's."""
     old = load_file(f"{folder}/model.safetensors")
     new = {name: tensor * 1.25 if "k_proj" in name else tensor for name, tensor in old.items()}
     if draft:
-        tensors, _ = start_draft(ALWAYS, read_architecture(folder), new, 0, dtype=torch.bfloat16)
+        tensors, _ = start_draft(settings, read_architecture(folder), new, 0, dtype=torch.bfloat16)
         new |= to_version(change(tensors))
     return encode(1, 0, "run", old, new, {row["name"]: row["digest"] for row in manifest(new)})
 
@@ -61,17 +62,25 @@ def drawn(samples):
     return [(s.tokens, s.logprobs, s.model_logprobs, s.versions, s.finish_reason, s.routing) for s in samples]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_a_draft_comes_with_a_version_and_goes_with_one(folder, tp, tmp_path):
+@pytest.mark.parametrize(
+    ("tp", "settings"),
+    [
+        (1, ALWAYS),
+        (2, ALWAYS),
+        *(pytest.param(tp, settings, marks=pytest.mark.slow) for tp in (1, 2) for settings in (TREE, BLOCK)),
+    ],
+    ids=lambda value: value if isinstance(value, int) else f"{value.kind}-{value.width}",
+)
+def test_a_draft_comes_with_a_version_and_goes_with_one(folder, tp, settings):
     plain = LocalEngine(folder, 0, "float32", 1, [7])
-    engine = LocalEngine(folder, 0, "float32", 1, [7], tp=tp, draft=ALWAYS)
+    engine = LocalEngine(folder, 0, "float32", 1, [7], tp=tp, draft=settings)
     try:
         # Two ranks add up in another order than one.
         plain = plain if tp == 1 else LocalEngine(folder, 0, "float32", 1, [7], tp=tp)
         assert drawn(engine.generate(ASKED)) == drawn(plain.generate(ASKED))
         assert engine.health()["speculation"]["verifies"] == 0
         assert {s["kind"] for s in engine.health()["speculation"]["steps"]} == {"off: no draft"}
-        proofs = [one.stage(1, 0, new_version(folder), 1) for one in (engine, plain)]
+        proofs = [one.stage(1, 0, new_version(folder, settings=settings), 1) for one in (engine, plain)]
         assert proofs[0].digest == proofs[1].digest
         for one in (engine, plain):
             one.activate(1, 1)
@@ -154,12 +163,9 @@ def test_a_version_with_another_draft_is_refused(folder, change, words):
         engine.close()
 
 
-def test_a_draft_that_cannot_be_is_refused_at_the_start(folder, tmp_path):
+def test_a_draft_that_cannot_be_is_refused_at_the_start(folder):
     with pytest.raises(ModelError, match="taps layers"):
         LocalEngine(folder, 0, "float32", 1, [7], draft=DraftSettings(taps="0,9"))
-    for other in (DraftSettings(kind="block"), DraftSettings(width=2)):
-        with pytest.raises(ModelError, match="eagle3 drafts only"):
-            LocalEngine(folder, 0, "float32", 1, [7], draft=other)
 
 
 def test_a_draft_is_read_from_an_anchor(folder, tmp_path):
