@@ -6,7 +6,12 @@ from furlong.pipelines import assets
 from furlong.pipelines.hf_checkpoint import hf_checkpoint
 from furlong.pipelines.jobs import JOBS
 from furlong.pipelines.lineage_page import lineage_page
+from furlong.pipelines.promotion_jobs import PROMOTION_JOBS
+from furlong.pipelines.rescores import rescore, rescores
 from furlong.pipelines.rl_run import rl_run
+from furlong.pipelines.run_grid import fill_run, grid, run
+from furlong.pipelines.schedules import SCHEDULES
+from furlong.pipelines.sensors import SENSORS
 from furlong.resources.system import System
 
 PATIENCE = 900.0
@@ -28,8 +33,10 @@ rl_step = define_asset_job(
 )
 
 defs = Definitions(
-    assets=[*FLOW, hf_checkpoint, lineage_page],
-    jobs=[rl_step, rl_run, *JOBS],
+    assets=[*FLOW, hf_checkpoint, lineage_page, run, rescores],
+    jobs=[rl_step, rl_run, *JOBS, fill_run, grid, rescore, *PROMOTION_JOBS],
+    schedules=SCHEDULES,
+    sensors=SENSORS,
     # The heavy work is in Ray actors; a process per asset would only add its start-up to each stage.
     executor=in_process_executor,
     resources={"system": System(patience=PATIENCE)},

@@ -32,8 +32,7 @@ def metadata(report: StageReport, run: "OpenRun") -> dict[str, Any]:
         "sql": MetadataValue.md(f"```sql\n{_sql(report)}\n```"),
     }
     facts |= table_metadata(report.stage)
-    if report.stage == "weight_publish":
-        version = report.values["version"]
+    if version := report.values.get("version") if report.stage == "weight_publish" else None:
         facts["lineage"] = MetadataValue.md(f"`furlong lineage weights v{version} --run {report.key.run}`")
     for commit in report.commits:
         facts[f"{commit.table}_rows"] = commit.rows

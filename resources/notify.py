@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
 
@@ -17,8 +18,8 @@ def notify(urls: list[str], title: str, body: str, deadline: float = DEADLINE) -
     """Send a message to every URL.
 
     Raises:
-        NotifyError: a URL is unusable, or a receiver did not take the message within `deadline` seconds. The others
-            have been sent it.
+        NotifyError: a URL is unusable, and nothing was sent; or a receiver did not take the message within `deadline`
+            seconds, and the others have been sent it.
     """
     import apprise
 
@@ -31,10 +32,10 @@ def notify(urls: list[str], title: str, body: str, deadline: float = DEADLINE) -
     pool = ThreadPoolExecutor(max(1, len(senders)), thread_name_prefix="notify")
     sent = [pool.submit(sender.notify, body=body, title=title) for sender in senders]
     pool.shutdown(wait=False)
-    failed = []
+    failed, until = [], time.monotonic() + deadline
     for number, (url, future) in enumerate(zip(urls, sent, strict=True), 1):
         try:
-            told = future.result(timeout=deadline)
+            told = future.result(timeout=max(0.0, until - time.monotonic()))
         except Late:
             told = False
         if not told:

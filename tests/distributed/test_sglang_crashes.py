@@ -80,6 +80,7 @@ def test_a_killed_server_is_noticed_at_once(folder):
     assert not psutil.pid_exists(server)
 
 
+@pytest.mark.slow
 def test_a_killed_engine_takes_its_server_along(child):
     version, pid, scratch = child.stdout.readline().split()
     assert version == "5"

@@ -37,6 +37,7 @@ def drafted(place) -> list:
     return place.digests("drafted")
 
 
+@pytest.mark.slow
 def test_the_whole_runs_policy_is_bitwise_the_one_without_a_draft(place, undisturbed, drafted):
     """Tokens, log-probabilities, rewards, gradients, weights: of all of them, these digests are the last."""
     without, beside = (policy_of(place, run) for run in ("calm", "drafted"))

@@ -11,7 +11,7 @@ from furlong.pipelines.acceptance_check import CHECK
 from furlong.pipelines.definitions import defs
 from furlong.pipelines.hf_checkpoint import hf_checkpoint
 from furlong.pipelines.jobs import JOBS
-from furlong.pipelines.partitions import STEPS, parse_partition_key, partition_key
+from furlong.pipelines.partitions import RUNS, STEPS, parse_partition_key, partition_key
 
 GRAPH = {
     "prompts": [],
@@ -22,9 +22,14 @@ GRAPH = {
     "evals": ["weight_publish"],
     "hf_checkpoint": ["weight_publish"],
     "lineage_page": ["weight_publish"],
+    "run": [],
+    "rescores": ["run"],
 }
-ON_DEMAND = {"hf_checkpoint", "lineage_page"}
-"""Assets that no job materialises."""
+ON_DEMAND = {"hf_checkpoint", "lineage_page", "run", "rescores"}
+"""Assets that `rl_step` does not materialise."""
+OF_A_RUN = {"run", "rescores"}
+BESIDE = {"fill_run", "grid", "rescore", "promote", "rollback"}
+"""Jobs that are defined beside what they do, not in `jobs.py`."""
 HEAVY = ("torch", "transformers", "mlflow", "sglang", "megatron", "ray", "reasoning_gym", "matplotlib")
 
 
@@ -40,13 +45,13 @@ def test_every_asset_but_the_prompt_table_has_a_partition_per_step():
     graph = defs.resolve_asset_graph()
     for name in GRAPH:
         partitions = graph.get(AssetKey(name)).partitions_def
-        assert partitions == (None if name == "prompts" else STEPS), name
+        assert partitions == (None if name == "prompts" else RUNS if name in OF_A_RUN else STEPS), name
         assert graph.get(AssetKey(name)).description, name
 
 
 def test_all_jobs_exist_and_run_in_one_process():
     jobs = {job.name: job for job in defs.resolve_all_job_defs() if not job.name.startswith("__")}
-    assert set(jobs) == {"rl_step", "rl_run"} | {job.name for job in JOBS}
+    assert set(jobs) == {"rl_step", "rl_run"} | BESIDE | {job.name for job in JOBS}
     assert all(job.description for job in jobs.values() if job.name != "rl_step")
     assert set(jobs["rl_step"].asset_layer.executable_asset_keys) == {
         AssetKey(name) for name in GRAPH.keys() - ON_DEMAND

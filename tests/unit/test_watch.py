@@ -54,7 +54,7 @@ def test_settings(tmp_path, monkeypatch):
     for wrong in ({"notfy": []}, {"notify": "x"}, {"nightly": {"spec": "tiny"}},
                   {"continuous": {"spec": "tiny", "run": "a", "steps": 0}}):  # fmt: skip
         write(tmp_path, **wrong)
-        with pytest.raises(WatchError, match="watch.yaml"):
+        with pytest.raises(WatchError, match=r"watch\.yaml"):
             read_watch(tmp_path)
     monkeypatch.setenv("HOOK", "json://there")
     assert resolve_urls(["HOOK", "json://x"]) == ["json://there", "json://x"]
@@ -66,17 +66,20 @@ def test_a_block_is_requested_once_per_first_step():
     assert next_block("a", 3, 5, False, False) == ("a-00003", "")
     for first, last, halted, busy in ((6, 5, False, False), (3, 5, True, False), (3, 5, False, True)):
         key, why = next_block("a", first, last, halted, busy)
-        assert not key and why
+        assert not key
+        assert why
 
 
 def test_messages_arrive_and_errors_hide_secrets(receiver):
     url, got = receiver
     notify([url], "title", "body é <b>")
-    assert len(got) == 1 and "title" in got[0]
+    assert len(got) == 1
+    assert "title" in got[0]
     for wrong in (url + "/refuse-s3cret", "nonsense-s3cret"):
         with pytest.raises(NotifyError) as failed:
             notify([wrong], "t", "b")
-        assert "receiver 1" in str(failed.value) and "s3cret" not in str(failed.value)
+        assert "receiver 1" in str(failed.value)
+        assert "s3cret" not in str(failed.value)
 
 
 def test_continuous_training(tmp_path, monkeypatch):
@@ -85,7 +88,8 @@ def test_continuous_training(tmp_path, monkeypatch):
         assert isinstance(continuous_training(build_sensor_context(instance)), SkipReason)
         write(tmp_path, continuous={"spec": "tiny", "run": "a"})
         asked = continuous_training(build_sensor_context(instance))
-        assert isinstance(asked, RunRequest) and asked.run_key == "a-00001"
+        assert isinstance(asked, RunRequest)
+        assert asked.run_key == "a-00001"
         request_stop(tmp_path, "a", "lunch")
         assert isinstance(continuous_training(build_sensor_context(instance)), SkipReason)
 
@@ -111,5 +115,7 @@ def test_a_failure_is_told_once(tmp_path, monkeypatch, receiver):
         ).for_run_failure()  # fmt: skip
         for _ in range(2):
             failed_runs(context)
-        assert len(got) == 1 and "the reason" in got[0] and "broken" in got[0]
+        assert len(got) == 1
+        assert "the reason" in got[0]
+        assert "broken" in got[0]
         assert NOTIFIED in instance.get_run_by_id(done.run_id).tags
