@@ -6,6 +6,8 @@ import math
 from statistics import fmean, stdev
 from typing import Any
 
+from furlong.ops.stages.checks import CHECKS
+
 NAMES = ("stable", "candidate")
 NOISE = 1.96
 """Standard errors of the paired difference of two evaluations that count as noise: a two-sided 95% interval."""
@@ -16,11 +18,12 @@ class PromotionError(ValueError):
 
 
 def failing_checks(checks: list[dict[str, Any]]) -> list[str]:
-    """Why a step's rows of `checks` do not let its version be promoted; empty when they do."""
+    """Why a step's rows of `checks` do not let its version be promoted, one that is missing included; empty when they do."""
     blocking = [row for row in checks if row["blocking"]]
-    if not blocking:
-        return ["no blocking check of its step is in the lake; run the step's checks first"]
-    return [
+    due = {name for name, (blocks, _) in CHECKS.items() if blocks}
+    missing = ", ".join(sorted(due - {row["check"] for row in blocking}))
+    said = [f"its step was never checked for {missing}; run the step's train_step again"] if missing else []
+    return said + [
         f"check {row['check']} did not pass: {row['message'] or 'see its row in checks'}"
         for row in sorted(blocking, key=lambda row: row["check"])
         if not row["passed"]

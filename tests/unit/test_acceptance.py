@@ -176,5 +176,6 @@ def test_a_warning_is_about_accepted_tokens(share, warned):
     ],
 )
 def test_a_proposal_that_ends_the_reply_was_accepted(proposals, drawn, judged):
-    feed = SimpleNamespace(proposals=proposals, reply=SimpleNamespace(tokens=[7, 7, *drawn]))
+    accepted = sum(1 for proposal, token in zip(proposals, drawn, strict=False) if proposal == token)
+    feed = SimpleNamespace(path=list(range(accepted + 1)), depth=len(proposals))
     assert _judged(feed, len(drawn)) == judged

@@ -6,6 +6,7 @@ from weights_lake import RUN, WeightsLake
 
 from furlong.ops import records
 from furlong.ops.promotion import PromotionError, failing_checks, previous_version, worse_evals
+from furlong.ops.stages.checks import CHECKS
 from furlong.resources.lake import Lake
 from furlong.resources.weights.promotion import promote, rollback
 from furlong.resources.weights.tags import list_tags
@@ -25,9 +26,10 @@ def _commit_evals(lake: Lake, version: int, right: list[int]) -> None:
 
 def _commit_check(lake: Lake, version: int, passed: bool, blocking: bool = True) -> None:
     row = lake.read("weight_versions", {"run": RUN, "version": version}, ["step", "attempt"]).to_pylist()[0]
-    check = {**blank_row("checks"), "run": RUN, **row, "check": f"c{blocking}", "passed": passed, "blocking": blocking}
-    key = {"run": RUN, **row, "check": check["check"]}
-    lake.commit_once("checks", key, records.rows("checks", [check]))
+    same = {**blank_row("checks"), "run": RUN, **row, "passed": passed}
+    checks = [same | {"check": name, "blocking": blocks} for name, (blocks, _) in CHECKS.items() if blocks == blocking]
+    key = {"run": RUN, **row, "check": [check["check"] for check in checks]}
+    lake.commit_once("checks", key, records.rows("checks", checks))
 
 
 @pytest.fixture
@@ -43,11 +45,11 @@ def _promote(lake: Lake, version: int, fault: str = "", tag: str = "stable") -> 
 
 
 def test_what_is_missing_refuses(lake):
-    with pytest.raises(PromotionError, match=r"no blocking check.*not evaluated"):
+    with pytest.raises(PromotionError, match=r"never checked for conservation.*not evaluated"):
         _promote(lake, 1)
     _commit_evals(lake, 1, [1, 0, 1, 0])
     _commit_check(lake, 1, passed=True, blocking=False)
-    with pytest.raises(PromotionError, match="no blocking check"):
+    with pytest.raises(PromotionError, match="never checked for conservation"):
         _promote(lake, 1)
     _commit_check(lake, 1, passed=True)
     with pytest.raises(PromotionError, match=r"does not reload.*model.a"):
@@ -59,11 +61,16 @@ def test_what_is_missing_refuses(lake):
 
 
 def test_a_failed_blocking_check_refuses_and_a_warning_does_not():
-    def row(passed, blocking):
-        return {"check": "mismatch", "passed": passed, "blocking": blocking, "message": "too far"}
-
-    assert failing_checks([row(True, True), row(False, False)]) == []
-    assert failing_checks([row(False, True)]) == ["check mismatch did not pass: too far"]
+    rows = [
+        {"check": name, "blocking": blocks, "passed": blocks, "message": "too far"}
+        for name, (blocks, _) in CHECKS.items()
+    ]
+    assert failing_checks(rows) == []
+    failed = [row | {"passed": row["check"] != "finite_loss"} for row in rows]
+    assert failing_checks(failed) == ["check finite_loss did not pass: too far"]
+    assert (
+        "never checked for conservation;" in failing_checks([row for row in rows if row["check"] != "conservation"])[0]
+    )
 
 
 def test_an_evaluation_is_worse_only_beyond_noise():
