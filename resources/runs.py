@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -19,7 +20,7 @@ from furlong.ops.rollouts.trajectory import Draw, Outcome, Task
 from furlong.ops.sessions.template import ChatTemplate
 from furlong.ops.spec import Placement, RunSpec
 from furlong.ops.stages.chain import batch_groups, next_step
-from furlong.ops.stages.context import Run, StageError, StageReport, StepKey
+from furlong.ops.stages.context import STAGES, Run, StageError, StageReport, StepKey
 from furlong.ops.stages.evals import evals
 from furlong.ops.stages.prompts import prompts
 from furlong.ops.stages.rewards import rewards
@@ -83,6 +84,9 @@ class OpenRun:
         self.lake = Lake(placement.lake_uri())
         self.observer: Observer | None = None
         self.drive: Drive | None = None
+        self.dagster_run = ""
+        """Id of the Dagster run that drives it; empty where none does."""
+        self._times: list[dict[str, Any]] = []
         self._teacher_digest = teacher_digest
         self._series: dict[str, dict[int, float]] | None = None
 
@@ -281,14 +285,34 @@ class OpenRun:
         """Run one stage of a step, telling the observer and MLflow."""
         if self.observer:
             self.observer.stage_started(stage, key)
+        begin = time.time()
         report = PERFORM[stage](self, key)
         self._tell_pump(report)
         self._remember(report)
+        self._time(report, begin)
         if self.drive:
             self.drive.add(report)
         if self.observer:
             self.observer.stage_finished(report)
         return report
+
+    def _time(self, report: StageReport, begin: float) -> None:
+        """Put a step's stages into `stage_times` when its last one is done: one commit for all of them."""
+        key = report.key
+        if report.wrote and report.stage in STAGES[1:]:
+            self._times.append(
+                {
+                    **key.columns(), "stage": report.stage, "started_at": begin, "seconds": report.seconds,
+                    "work_seconds": report.work_seconds, "dagster_run": self.dagster_run,
+                }
+            )  # fmt: skip
+        if report.stage != STAGES[-1]:
+            return
+        mine = [row for row in self._times if (row["step"], row["attempt"]) == (key.step, key.attempt)]
+        self._times.clear()
+        if mine:
+            where = {**key.columns(), "stage": [row["stage"] for row in mine]}
+            self.lake.replace("stage_times", where, records.rows("stage_times", mine))
 
     def _tell_pump(self, report: StageReport) -> None:
         """What a pump that was restored from the lake knows already, one that is under way is told."""

@@ -73,6 +73,7 @@ class System:
             run.drive = Drive(self.placement.folder)
             try:
                 run.connect()
+                run.dagster_run = dagster_run
                 if dagster_run:
                     run.tracker.link_dagster(dagster_run)
                 if self._observer:
