@@ -350,8 +350,8 @@ TABLES: dict[str, pa.Schema] = {
             _measured("at", _F64),
         ]
     ),
-    # One row per stage of a step, as it was when it committed: how long, and which Dagster run did it. Stages whose driver
-    # was killed before the step's last one have none.
+    # One row per stage of a step, as it was when it committed: how long, and which Dagster run did it. Stages whose
+    # driver ended before the step's last one have none.
     "stage_times": pa.schema(
         [
             *_STEP_KEY,

@@ -81,6 +81,15 @@ def test_the_quick_run_trains_on_something(undisturbed):
     assert len(set(undisturbed.values())) == 4, "every step must change the weights, or other tests show nothing"
 
 
+def test_the_seconds_of_a_step_s_stages_are_kept_once(run):
+    run.dagster_run = "a-dagster-run"
+    for _ in range(2):
+        take(run, 1)
+    rows = run.lake.read("stage_times", {"run": RUN}).to_pylist()
+    assert sorted(row["stage"] for row in rows) == sorted(STAGES[1:])
+    assert all(row["seconds"] >= row["work_seconds"] >= 0 and row["dagster_run"] == "a-dagster-run" for row in rows)
+
+
 def test_a_stage_done_twice_adds_nothing(run):
     first = take(run, 1)
     assert all(report.wrote for report in first.values())
